@@ -56,7 +56,8 @@ __all__ = [
     "Corrupted", "DoesNotFit", "DurabilityUncertain", "FormatError", "HeaderError", "HoldfastError", "HoldfastWarning",
     "LimitExceeded", "MetadataError", "NoSuchPath", "NoSuchStep", "NoSuchTensor", "NotAPath", "NotCommitted", "NotSaved",
     "PickleError", "RankLost", "RanksFailed", "RanksFoundNothing", "RanksRefused", "Refused", "Replaced", "ReplicasDiffer",
-    "SaveError", "StoreError", "Truncated", "UnknownFormat", "UnsafePath", "Unsupported", "ZipError", "detached", "located",
+    "SaveError", "StoreError", "Truncated", "UnknownFormat", "UnsafePath", "Unsupported", "ZipError", "drop_tracebacks",
+    "error_context",
 ]  # fmt: skip
 
 
@@ -156,7 +157,7 @@ class NoSuchPath(StoreError, FileNotFoundError):
 
     @property
     def filename(self) -> str | None:
-        """The path or URL; read when it is asked for, since `located` may add it."""
+        """The path or URL; read when it is asked for, since `error_context` may add it."""
         return self.file
 
     @property
@@ -329,7 +330,7 @@ class Closed(HoldfastError, ValueError):
     """The checkpoint was closed before this read."""
 
 
-class located:  # noqa: N801  # a block, said as one; a generator would take longer than many of the calls that are made in it
+class error_context:  # noqa: N801  # a block, said as one; a generator would take longer than many of the calls that are made in it
     """Add a place to any Holdfast error that passes by and does not know it yet."""
 
     __slots__ = ("_file", "_tensor")
@@ -356,7 +357,7 @@ class located:  # noqa: N801  # a block, said as one; a generator would take lon
 E = TypeVar("E", bound=BaseException)
 
 
-def detached(error: E) -> E:
+def drop_tracebacks(error: E) -> E:
     """An error that is kept as a value, and those that led to it, without their tracebacks.
 
     A traceback holds the variables of every caller. One of them may be what the error is kept in, and then all of them stay until

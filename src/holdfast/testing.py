@@ -131,7 +131,7 @@ class _RecordingStore(MemoryStore):
     """Files in memory that are read like files on a disk, and the ranges that were read."""
 
     # Exact, so that no more is read than the format asks for.
-    read_profile = ReadProfile(exact=True)
+    read_profile = ReadProfile(is_exact=True)
 
     def __init__(self, files: Files, *, is_folder: bool) -> None:
         super().__init__(files, name="example")

@@ -8,7 +8,7 @@ import random
 
 import holdfast
 from holdfast import errors
-from holdfast.core.patterns import glob
+from holdfast.core.patterns import compile_glob
 from holdfast.core.text import escape
 from tests.browser import documents
 from tests.hostile.cases import CLASSES
@@ -188,6 +188,6 @@ def test_globs_are_as_on_the_command_line(draw):
     found = seen.page.evaluate(ask, [patterns, names])
     few = patterns.index("{0..99999999}")  # a page does not count so far
     assert found[:few] == [
-        [glob(pattern).matches(name) for name in names] for pattern in patterns[:few]
+        [compile_glob(pattern).matches(name) for name in names] for pattern in patterns[:few]
     ]
     assert not any(found[few])

@@ -12,7 +12,7 @@ from holdfast.cli.outline import ranges
 from holdfast.cli.show import LINES, document, show_table, show_tree
 from holdfast.cli.text import plain
 from holdfast.core.opaque import Global, Opaque
-from holdfast.core.patterns import matcher
+from holdfast.core.patterns import make_matcher
 from holdfast.core.protocols import Foreign
 from holdfast.core.tensor import Composite, Traits
 
@@ -200,8 +200,8 @@ def test_filter(made):
     assert lines[0] == "made.pt  2 tensors of 2 match *.w · 16 B"
     assert [line.split()[0] for line in lines[1:]] == ["model.a.w", "model.b.w"]
     assert [plain(line) for line in show_table(checkpoint, "opt")][1:] == ["opt.lr = 0.5"]
-    assert matcher("model.a")("model.a.w")
-    assert not matcher("model.a")("model.ab")
+    assert make_matcher("model.a")("model.a.w")
+    assert not make_matcher("model.a")("model.ab")
 
 
 def test_json_has_everything(made):

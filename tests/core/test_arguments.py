@@ -155,10 +155,10 @@ def test_whatever_a_parameter_is_given_is_taken_or_refused_in_a_sentence(
 
 
 def test_every_verb_is_in_the_table_and_every_parameter_of_a_name_means_one_thing():
-    """A new verb that is not `validated` fails above; one that is not tried there fails here."""
+    """A new verb that is not `@validate_arguments` fails above; one that is not tried there fails here."""
     for name, verb in verbs():
         if name != "holdfast.read":
-            assert hasattr(verb, "__wrapped__"), f"{name} is not @validated"
+            assert hasattr(verb, "__wrapped__"), f"{name} is not @validate_arguments"
     named = {name for _, verb in verbs() for name in inspect.signature(verb).parameters}
     assert set(READERS) <= named, f"nobody has {set(READERS) - named}"
 

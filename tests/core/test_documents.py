@@ -9,10 +9,10 @@ import pytest
 
 from holdfast.core import documents
 from holdfast.core.documents import (
-    DocumentKind,
+    DocumentType,
     check_length,
-    explained,
-    proven,
+    decode_canonical,
+    decode_strictly,
     read_document,
     seal,
     write_document,
@@ -43,7 +43,7 @@ SEALED = seals.Document(
 )
 DESCRIPTION = together.Description(b"{}", {"a": "b"}, {"w": ("m", 0)}, ["v"], [], [])
 
-KINDS: dict[str, tuple[DocumentKind, object]] = {
+KINDS: dict[str, tuple[DocumentType, object]] = {
     "manifest": (native.DOCUMENT, MANIFEST),
     "seal": (seals.DOCUMENT, SEALED),
     "side file": (dcp.DOCUMENT, dcp.SideFileFields(1, 9, "5bb0e7a9")),
@@ -79,12 +79,12 @@ def unsealed(value: object) -> bytes:
     return msgspec.json.encode(value)
 
 
-def sealed(kind: DocumentKind, raw: bytes) -> bytes:
+def sealed(kind: DocumentType, raw: bytes) -> bytes:
     """A text with a right checksum, where the kind has one."""
     return raw if kind.sealed is None else seal(raw, paid_nbytes(raw))
 
 
-def refused(kind: DocumentKind, raw: bytes, limits: Limits | None = None) -> HoldfastError:
+def refused(kind: DocumentType, raw: bytes, limits: Limits | None = None) -> HoldfastError:
     with pytest.raises(HoldfastError) as caught:
         read_document(kind, raw, limits or Limits())
     assert caught.value.file == (kind.file or None)
@@ -94,7 +94,7 @@ def refused(kind: DocumentKind, raw: bytes, limits: Limits | None = None) -> Hol
     return caught.value
 
 
-def attempted(kind: DocumentKind, raw: bytes) -> tuple[object, HoldfastError | None]:
+def attempted(kind: DocumentType, raw: bytes) -> tuple[object, HoldfastError | None]:
     """The value, or the error."""
     try:
         return read_document(kind, raw), None
@@ -113,7 +113,7 @@ def test_it_comes_back(name: str):
     kind, value = KINDS[name]
     raw = write_document(kind, value)
     assert without_checksum(read_document(kind, raw)) == value
-    assert proven(kind, raw) is not None, "what we wrote is read by the proof"
+    assert decode_canonical(kind, raw) is not None, "what we wrote is read by the proof"
     assert write_document(kind, without_checksum(read_document(kind, raw))) == raw
 
 
@@ -121,7 +121,7 @@ def test_it_comes_back(name: str):
 def test_another_spelling_says_the_same_or_is_refused(name: str):
     kind, value = KINDS[name]
     raw = sealed(kind, msgspec.json.format(unsealed(value), indent=3))
-    assert proven(kind, raw) is None
+    assert decode_canonical(kind, raw) is None
     if kind.canonical:
         assert "not in the form in which it is written" in refused(kind, raw).message
     elif kind.sealed is None:
@@ -267,7 +267,7 @@ def test_the_slow_way_and_the_proof_agree():
     for kind, value in KINDS.values():
         if not kind.canonical:
             raw = write_document(kind, value)
-            assert proven(kind, raw) == explained(kind, raw, Limits())
+            assert decode_canonical(kind, raw) == decode_strictly(kind, raw, Limits())
 
 
 class NamedNumbers(msgspec.Struct):
@@ -278,7 +278,7 @@ class NamedNumbers(msgspec.Struct):
 
 @pytest.mark.parametrize("text", ["\ud800", "a\\ud800\udfff", "\udc80\n\\", "ä\ud834"])
 def test_a_message_with_halves_of_surrogate_pairs_comes_back(text: str):
-    kind = documents.message_kind("list of numbers", list[NamedNumbers])
+    kind = documents.message_type("list of numbers", list[NamedNumbers])
     value = [NamedNumbers([text, "\\n", "plain"], {text: 1, "\\x41": 2}, b"\xc1\xff")]
     assert read_document(kind, write_document(kind, value)) == value
     with pytest.raises(HeaderError):

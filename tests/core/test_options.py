@@ -17,7 +17,14 @@ from holdfast.cli.options import given
 from holdfast.cli.parser import Parser, verbs_of
 from holdfast.cli.planned import add_places
 from holdfast.core import options
-from holdfast.core.options import ConvertOptions, Option, checked, options_of, pick, validated
+from holdfast.core.options import (
+    ConvertOptions,
+    Option,
+    checked,
+    get_options,
+    pick_fields,
+    validate_arguments,
+)
 from holdfast.errors import CannotHold, RanksFailed
 from holdfast.verbs.shared.transform import NO_EDITS, Edits
 
@@ -31,7 +38,7 @@ class ToyOptions(ConvertOptions, total=False):
 options.OPTIONS["loudness"] = Option(3, "how loud it is written", "N", options.arguments.count)
 
 
-@validated
+@validate_arguments
 def write_loudly(src: str, dst: str, **options: Unpack[ToyOptions]) -> ToyOptions:
     """Write it loudly."""
     return options
@@ -41,7 +48,7 @@ def write_loudly(src: str, dst: str, **options: Unpack[ToyOptions]) -> ToyOption
 def test_one_line_is_an_option_everywhere(capsys):
     parameters = inspect.signature(write_loudly).parameters
     assert parameters["loudness"].default == 3
-    assert set(parameters) == {"src", "dst", *options_of(ToyOptions)}
+    assert set(parameters) == {"src", "dst", *get_options(ToyOptions)}
     assert "loudness" in (said := pydoc.plain(pydoc.render_doc(write_loudly)))
     assert "how loud it is written" in said
     verb = Parser(prog="toy")
@@ -72,7 +79,7 @@ RECORDS = {
 def test_a_command_has_a_flag_for_every_option_of_its_verb(verb):
     function = getattr(holdfast, "copy" if verb == "cp" else verb)
     known = {action.dest: action for action in verbs_of(parser())[verb]._actions}
-    for name, option in options_of(RECORDS[verb]).items():
+    for name, option in get_options(RECORDS[verb]).items():
         assert name in inspect.signature(function).parameters
         if option.flag_of(name):
             assert (
@@ -90,12 +97,12 @@ def test_every_edit_counts():
 
 def test_a_record_is_filled_by_the_names_of_its_fields():
     found = checked(ConvertOptions, {"keep": "w", "tensors_only": 1, "drop": None})
-    assert pick(Edits, found) == Edits(keep=("w",), tensors_only=True)
-    assert pick(Edits, found, casts=(("*", None),)).casts == (("*", None),)
+    assert pick_fields(Edits, found) == Edits(keep=("w",), tensors_only=True)
+    assert pick_fields(Edits, found, casts=(("*", None),)).casts == (("*", None),)
 
 
 def test_the_traceback_of_a_failed_rank_has_the_frames_of_the_caller_alone():
-    @validated
+    @validate_arguments
     def fail(path: str) -> None:
         raise RanksFailed("rank 1 failed", causes={1: path}) from CannotHold("no", [])
 

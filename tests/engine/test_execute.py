@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
-from holdfast.core.protocols import FILE
+from holdfast.core.protocols import FILE_PROFILE
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.coalesce import Policy
 from holdfast.engine.source import OpenSource
@@ -25,7 +25,7 @@ MIB = 1 << 20
 class CountingStore(MemoryStore):
     """Counts the reads and their bytes. It is read as a file: in memory that is there nothing would be read."""
 
-    read_profile = FILE
+    read_profile = FILE_PROFILE
 
     def __init__(self, content: bytes | memoryview) -> None:
         super().__init__({"f": content})

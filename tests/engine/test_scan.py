@@ -15,7 +15,7 @@ import holdfast
 from holdfast.core.box import Box
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
-from holdfast.core.protocols import FILE
+from holdfast.core.protocols import FILE_PROFILE
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.arrays import Resident
 from holdfast.engine.scan import Accumulator, cut_elements, scan
@@ -69,7 +69,7 @@ class Together:
 class ReadOnce(MemoryStore):
     """A file, as far as anybody can tell, that counts how often each byte is read."""
 
-    read_profile = FILE
+    read_profile = FILE_PROFILE
 
     def __init__(self, content: dict[str, bytes]) -> None:
         super().__init__(content)

@@ -220,7 +220,7 @@ FAILING = """
 from holdfast.formats import Format
 OTHER = Format("other", f"{__name__}:describe", b"OTHER", f"{__name__}:is_other")
 def is_other(source, key):
-    if source.first(key, 6) == b"OTHER!":
+    if source.read_head(key, 6) == b"OTHER!":
         raise KeyError("a bug")
     return True
 def describe(source):

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.order import in_order, natural
-from holdfast.core.patterns import glob, matcher, meant, renamed, renamer
+from holdfast.core.patterns import (
+    compile_glob,
+    make_matcher,
+    make_renamer,
+    match_names,
+    rename_names,
+)
 from tests.sampling import examples
 
 
@@ -94,7 +100,7 @@ NAMES = st.lists(st.text("ab.01*?[{-", max_size=8) | st.integers(0, 140).map(str
 @settings(deadline=None, max_examples=examples(600))
 @given(ROWS, st.data())
 def test_a_glob_is_what_the_oracle_says(part, data):
-    found = glob(part.text)
+    found = compile_glob(part.text)
     for text in (data.draw(part.sample), data.draw(part.sample), data.draw(NAMES)):
         at = data.draw(st.integers(0, len(text)))
         for name in (
@@ -111,14 +117,16 @@ def test_a_glob_is_what_the_oracle_says(part, data):
 @settings(deadline=None, max_examples=examples(400))
 @given(st.text("ab*?[]!", max_size=7), st.text("ab[]!", max_size=6))
 def test_without_braces_it_is_a_glob_of_the_shell(pattern, name):
-    assert glob(pattern).matches(name) == (name == pattern or fnmatch.fnmatchcase(name, pattern))
+    assert compile_glob(pattern).matches(name) == (
+        name == pattern or fnmatch.fnmatchcase(name, pattern)
+    )
 
 
 @settings(deadline=None, max_examples=examples(300))
 @given(st.text("ab.{},[]*?!-", min_size=1, max_size=10))
 def test_a_name_means_itself_and_what_is_below_it(name):
-    assert matcher(name)(name)
-    assert matcher(name)(f"{name}.x")
+    assert make_matcher(name)(name)
+    assert make_matcher(name)(f"{name}.x")
 
 
 @settings(deadline=None, max_examples=examples(400))
@@ -129,10 +137,10 @@ def test_a_star_stands_for_as_much_as_it_can_from_the_left(pieces, name):
     slow = re.compile("(.*)".join(map(re.escape, pieces)), re.DOTALL).fullmatch(name)
     if "**" in pattern:
         return
-    assert glob(pattern).stood_for(name) == (None if slow is None else slow.groups())
+    assert compile_glob(pattern).match_stars(name) == (None if slow is None else slow.groups())
     stars = pattern.count("*")
     if slow is not None:
-        assert renamer([(pattern, "|".join(["*"] * stars))])(name) == "|".join(slow.groups())
+        assert make_renamer([(pattern, "|".join(["*"] * stars))])(name) == "|".join(slow.groups())
 
 
 @settings(deadline=None, max_examples=examples(400))
@@ -141,8 +149,8 @@ def test_a_column_of_names_is_matched_as_each_name(parts, data):
     patterns = [part.text for part in parts]
     names = [data.draw(st.one_of(NAMES, *(part.sample for part in parts))) for _ in range(6)]
     names += [pattern + below for pattern in patterns for below in ("", ".w", "w")]
-    assert meant(patterns, names) == [
-        any(matcher(pattern)(name) for pattern in patterns) for name in names
+    assert match_names(patterns, names) == [
+        any(make_matcher(pattern)(name) for pattern in patterns) for name in names
     ]
 
 
@@ -156,7 +164,7 @@ def test_names_become_what_the_first_rule_says(olds, names):
 
     def oracle(name):
         for old, new in renames:
-            stars = glob(old).stood_for(name)
+            stars = compile_glob(old).match_stars(name)
             if stars is not None and len(stars) == old.count("*"):
                 for star in stars:
                     new = new.replace("*", star.replace("*", "?"), 1)
@@ -165,7 +173,7 @@ def test_names_become_what_the_first_rule_says(olds, names):
                 return new + name[len(old) :]
         return name
 
-    assert renamed(renames, names) == [oracle(name) for name in names]
+    assert rename_names(renames, names) == [oracle(name) for name in names]
 
 
 PARTS = st.sampled_from(["a", "b", "layers", "_", ".", "007", "0", "00"]) | st.integers(

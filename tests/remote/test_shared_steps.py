@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from obstore.store import MemoryStore
 
 import holdfast
-from holdfast.core.documents import proven, seal
+from holdfast.core.documents import decode_canonical, seal
 from holdfast.engine.targets import bucket_claims as claims
 from holdfast.engine.targets.bucket_claims import CLAIMS, Claim, ClaimContent
 from holdfast.errors import (
@@ -237,7 +237,7 @@ def test_names_that_lead_elsewhere_are_refused(store: MemoryStore, name: str):
     for number in (1, 2):
         run.save(number, state(number))
     raw = bytes(obstore.get(store, "run/step-00000002/holdfast.json").bytes())
-    manifest = proven(DOCUMENT, raw)
+    manifest = decode_canonical(DOCUMENT, raw)
     files = tuple(
         msgspec.structs.replace(file, name=name if "../" in file.name else file.name)
         for file in manifest.files
@@ -253,7 +253,7 @@ def test_older_versions_have_no_such_names(store: MemoryStore):
     run = run_in(store)
     for number in (1, 2):
         run.save(number, state(number))
-    manifest = proven(
+    manifest = decode_canonical(
         DOCUMENT, bytes(obstore.get(store, "run/step-00000002/holdfast.json").bytes())
     )
     assert manifest.version == 5

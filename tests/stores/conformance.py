@@ -113,8 +113,8 @@ class StoreConformance:
         assert found == [whole[a:b] for a, b in places]
 
     def test_what_is_in_memory_is_mapped(self, store):
-        assert isinstance(store.read_profile.resident, bool)
-        if store.read_profile.resident:
+        assert isinstance(store.read_profile.is_in_memory, bool)
+        if store.read_profile.is_in_memory:
             assert [bytes(store.map(key)) for key in self.keys] == [
                 bytes([i]) + CONTENT for i in range(len(self.keys))
             ]

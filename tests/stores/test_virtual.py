@@ -207,10 +207,10 @@ def test_a_store_over_another_is_read_as_that_one_is():
     """But for what is in memory or in order: computed bytes are neither."""
     below = MemoryStore({"a": b"x"})
     below.read_profile = ReadProfile(
-        resident=True, in_order=True, exact=True, block_nbytes=4096, requests=24
+        is_in_memory=True, is_sequential=True, is_exact=True, block_nbytes=4096, request_count=24
     )
     assert Virtual(over=below).read_profile == ReadProfile(
-        exact=True, block_nbytes=4096, requests=24
+        is_exact=True, block_nbytes=4096, request_count=24
     )
     assert Virtual().read_profile == ReadProfile()
     assert Virtual().read_profile.is_file

@@ -177,7 +177,7 @@ def test_the_command_line_has_the_same_defaults(verb):
     record = RECORDS[verb]
 
     def writing(namespace):
-        return options.pick(Writing, given(namespace, record))
+        return options.pick_fields(Writing, given(namespace, record))
 
     told = writing(parse([verb, *words]))
     for name in ("overwrite", "durable", "read_back", "max_memory", "dry_run", "threads"):

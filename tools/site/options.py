@@ -22,7 +22,7 @@ def table(record: type) -> str:
     """The options of a record, a line each."""
     rows = [
         f"| `{name}` | {'' if option.default is ... else f'`{option.default!r}`'} | {option.help.replace('|', chr(92) + '|')} |"
-        for name, option in records.options_of(record).items()
+        for name, option in records.get_options(record).items()
     ]
     return "\n".join(["| option | default | what it does |", "| --- | --- | --- |", *rows])
 
@@ -46,7 +46,7 @@ else:
                     name, kind=griffe.ParameterKind.keyword_only, annotation=records.annotation_of(record, name),
                     default=None if option.default is ... else repr(option.default),
                 )
-                for name, option in records.options_of(record).items()
+                for name, option in records.get_options(record).items()
             ]  # fmt: skip
             func.parameters = griffe.Parameters(
                 *(one for one in func.parameters if one not in rest), *shown

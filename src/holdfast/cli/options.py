@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from holdfast.cli import values
 from holdfast.cli.parser import verbs_of
-from holdfast.core.options import OPTIONS, Option, checked, options_of
+from holdfast.core.options import OPTIONS, Option, checked, get_options
 from holdfast.errors import Unsupported
 from holdfast.formats import FORMATS, titles, written_formats
 
@@ -56,7 +56,7 @@ def add_options(
     verb: argparse.ArgumentParser, record: type, *, without: Collection[str] = ()
 ) -> None:
     """Add a flag for every option of a record that has one. Only what is given will be in the namespace."""
-    for name, option in options_of(record).items():
+    for name, option in get_options(record).items():
         if option.flag_of(name) and name not in without:
             _add_option(verb, name, option)
     verb.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
@@ -111,7 +111,7 @@ def given(
         name: GATHERED.get(option.word, tuple)(vars(options)[name])
         if option.many
         else vars(options)[name]
-        for name, option in options_of(record).items()
+        for name, option in get_options(record).items()
         if name in options
     }
     return checked(record, found | more)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from holdfast.cli import values
 from holdfast.cli.options import add_options, flags_of, in_flags
 from holdfast.cli.text import Line, duration, fields_of, note_lines, print_json, print_lines
-from holdfast.core.options import options_of
+from holdfast.core.options import get_options
 
 if TYPE_CHECKING:
     from holdfast.verbs.shared.planned import Planned, Saved
@@ -29,7 +29,7 @@ def add_places(
     verb.add_argument(
         "src", metavar="SRC", type=values.path, help="checkpoint to read, of any format"
     )
-    options = options_of(record)
+    options = get_options(record)
     count = "?" if "in_place" in options else None
     where = "path or URL to write"
     if "format" in options:

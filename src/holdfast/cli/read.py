@@ -32,10 +32,10 @@ from holdfast.cli import values
 from holdfast.cli.text import Line, line_width, print_lines
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.order import in_order
-from holdfast.core.patterns import matcher
+from holdfast.core.patterns import make_matcher
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import escape, nbytes, plural
-from holdfast.errors import BadIndex, BadTarget, Unsupported, located
+from holdfast.errors import BadIndex, BadTarget, Unsupported, error_context
 from holdfast.stores.platform import NO_FOLLOW, OPEN_FLAGS, sync
 from holdfast.verbs.open import open as open_checkpoint
 
@@ -116,9 +116,9 @@ def find_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, list[
     from holdfast.cli.outline import leaves, outline
 
     wanted = {
-        name: matcher(name)
+        name: make_matcher(name)
         for name in names
-        if name not in checkpoint and not any(map(matcher(name), checkpoint))
+        if name not in checkpoint and not any(map(make_matcher(name), checkpoint))
     }
     found: dict[str, list[LeafNode]] = {}
     for leaf in leaves(outline(checkpoint, split=False)) if wanted and not checkpoint.flat else ():
@@ -160,7 +160,7 @@ def choose(
     """
     chosen: dict[str, LazyTensor] = {}
     for name in names:
-        found = [] if name in checkpoint else in_order(filter(matcher(name), checkpoint))
+        found = [] if name in checkpoint else in_order(filter(make_matcher(name), checkpoint))
         chosen.update((n, checkpoint[n]) for n in found or [name])
     for tensor in chosen.values():
         if tensor.traits.meta:
@@ -170,7 +170,7 @@ def choose(
     items = parse_slice(index)
     sliced = {}
     for name, tensor in chosen.items():
-        with located(tensor=name):
+        with error_context(tensor=name):
             sliced[name] = tensor[items]
     return sliced
 
@@ -178,7 +178,7 @@ def choose(
 def show_tensors(tensors: dict[str, LazyTensor]) -> Iterator[Line]:
     """Each tensor as numpy shows it, under a line with its name, dtype, shape and size."""
     for position, (name, tensor) in enumerate(tensors.items()):
-        with located(tensor=name):
+        with error_context(tensor=name):
             text = as_text(tensor)
         if position:
             yield []

@@ -53,7 +53,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.order import in_order, natural
-from holdfast.core.patterns import matcher
+from holdfast.core.patterns import make_matcher
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import clip, count, escape, nbytes, percent, plural
 from holdfast.core.tree import FREE_CHARACTERS
@@ -159,7 +159,9 @@ def run(options: argparse.Namespace) -> int:
         return 0
     with opened as checkpoint:
         if options.json:
-            print_json(document(checkpoint, wanted=matcher("*" if pattern is None else pattern)))
+            print_json(
+                document(checkpoint, wanted=make_matcher("*" if pattern is None else pattern))
+            )
         elif pattern is not None:
             print_lines(show_table(checkpoint, pattern, everything=options.all))
         else:
@@ -222,7 +224,7 @@ def show_tree(
 
 def show_table(checkpoint: Checkpoint, pattern: str, *, everything: bool = False) -> Iterator[Line]:
     """The lines of `--filter`: tensors, then plain values, whose dotted names match."""
-    wanted = matcher(pattern)
+    wanted = make_matcher(pattern)
     found = survey(checkpoint)
     tensors = {name: found.tensors[name] for name in in_order(filter(wanted, found.tensors))}
     rows = [
@@ -568,7 +570,7 @@ PICTURES = 24
 
 
 def rank_lines(checkpoint: Checkpoint, pattern: str | None) -> Iterator[Line]:
-    wanted = matcher("*" if pattern is None else pattern)
+    wanted = make_matcher("*" if pattern is None else pattern)
     held: dict[str, int] = {}
     drawn: dict[object, list[str]] = {}
     sample: dict[object, LazyTensor] = {}

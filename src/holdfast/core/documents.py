@@ -2,7 +2,7 @@
 
     {"format":"holdfast.seal","version":1, …, "self":"5bb0e7a9"}␠␠␠
 
-A `DocumentKind` says what a kind of them is. `write_document` makes the text of a value, `read_document` the value of a text:
+A `DocumentType` says what a kind of them is. `write_document` makes the text of a value, `read_document` the value of a text:
 
 1. A text that is longer than its kind may be is refused; whoever reads a file asks `check_length` before.
 2. `self` is the last field: the CRC-32 of the whole text, the spaces behind it included, with these eight digits as zeros. It
@@ -29,7 +29,7 @@ from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.strict_json import kind as found_kind
 from holdfast.core.strict_json import paid_nbytes, parse, pointer
 from holdfast.core.value import Value
-from holdfast.errors import Corrupted, HeaderError, LimitExceeded, Unsupported, located
+from holdfast.errors import Corrupted, HeaderError, LimitExceeded, Unsupported, error_context
 
 D = TypeVar("D")
 
@@ -41,7 +41,7 @@ FAILURES = (ValueError, OverflowError, RecursionError, msgspec.MsgspecError)
 """What msgspec raises of a text or a value that is no document of ours."""
 
 
-class DocumentKind(Value, Generic[D], frozen=True, eq=False, kw_only=True):
+class DocumentType(Value, Generic[D], frozen=True, eq=False, kw_only=True):
     name: str
     """In messages: "a seal", "the seal"."""
     file: str = ""
@@ -74,14 +74,14 @@ class DocumentKind(Value, Generic[D], frozen=True, eq=False, kw_only=True):
         return self.since.get(SELF)
 
 
-def message_kind(name: str, of: type[D]) -> DocumentKind[D]:
+def message_type(name: str, of: type[D]) -> DocumentType[D]:
     """A kind of messages, from one rank to another. They are as long as what they describe."""
-    return DocumentKind(
+    return DocumentType(
         name=name, decoder=msgspec.msgpack.Decoder(of), most=UNLIMITED, canonical=True
     )
 
 
-def write_document(kind: DocumentKind[D], value: D) -> bytes:
+def write_document(kind: DocumentType[D], value: D) -> bytes:
     """The text of a value, with its own checksum where the kind has one. Raises `HeaderError` for what JSON cannot say."""
     try:
         raw = _text(kind, value)
@@ -93,18 +93,18 @@ def write_document(kind: DocumentKind[D], value: D) -> bytes:
 
 
 def read_document(
-    kind: DocumentKind[D], raw: bytes, limits: Limits = DEFAULTS, *, file: str | None = None
+    kind: DocumentType[D], raw: bytes, limits: Limits = DEFAULTS, *, file: str | None = None
 ) -> D:
     """The value of a text; `file` is where it stands. Raises `Corrupted` where it has not its own checksum, `HeaderError`,
     `LimitExceeded`, or `Unsupported` for an unknown version."""
-    with located(file=file or kind.file or None):
+    with error_context(file=file or kind.file or None):
         check_length(kind, len(raw), limits, file=file)
         sealed = kind.sealed is not None and check_seal(raw, f"the {kind.name}", kind.remedy)
         if not sealed and kind.sealed == next(iter(kind.versions), 0):
             raise _unsealed(kind, kind.name)
-        value = proven(kind, raw)
+        value = decode_canonical(kind, raw)
         if value is None:
-            value = explained(kind, raw, limits)
+            value = decode_strictly(kind, raw, limits)
         version: int = getattr(value, "version", 0)
         if not sealed and kind.sealed is not None and version >= kind.sealed:
             raise _unsealed(kind, f"{kind.name} of version {version}")
@@ -112,7 +112,7 @@ def read_document(
 
 
 def check_length(
-    kind: DocumentKind[D], nbytes: int, limits: Limits = DEFAULTS, *, file: str | None = None
+    kind: DocumentType[D], nbytes: int, limits: Limits = DEFAULTS, *, file: str | None = None
 ) -> None:
     most, place = limits.index_nbytes if kind.most is None else kind.most, file or kind.file or None
     if nbytes > most:
@@ -126,7 +126,7 @@ def check_length(
         )
 
 
-def proven(kind: DocumentKind[D], raw: bytes) -> D | None:
+def decode_canonical(kind: DocumentType[D], raw: bytes) -> D | None:
     """The value of a text that is the one that Holdfast writes of it; None for any other, be it valid or not."""
     try:
         value = _decode(kind, raw)
@@ -145,7 +145,7 @@ def proven(kind: DocumentKind[D], raw: bytes) -> D | None:
     return None if early or version not in kind.versions else value
 
 
-def explained(kind: DocumentKind[D], raw: bytes, limits: Limits) -> D:
+def decode_strictly(kind: DocumentType[D], raw: bytes, limits: Limits) -> D:
     """The value of any text, or what is wrong with it and where."""
     document = None if kind.canonical else parse(raw, limits)
     if kind.versions:
@@ -163,7 +163,7 @@ def explained(kind: DocumentKind[D], raw: bytes, limits: Limits) -> D:
     return value
 
 
-def _text(kind: DocumentKind[D], value: D) -> bytes:
+def _text(kind: DocumentType[D], value: D) -> bytes:
     if kind.packed:
         return encode_message(value)
     raw = msgspec.json.encode(value)
@@ -183,7 +183,7 @@ def encode_message(value: object) -> bytes:
         return ESCAPED + msgspec.msgpack.encode(_with_texts(plain, _escape))
 
 
-def _decode(kind: DocumentKind[D], raw: bytes) -> D:
+def _decode(kind: DocumentType[D], raw: bytes) -> D:
     if not kind.packed or not raw.startswith(ESCAPED):
         return kind.decoder.decode(raw)
     plain = _with_texts(msgspec.msgpack.decode(raw[1:]), _unescape)
@@ -209,7 +209,7 @@ def _unescape(text: str) -> str:
     return text.encode("ascii").decode("unicode_escape")
 
 
-def _is_text_of(kind: DocumentKind[D], value: D, raw: bytes) -> bool:
+def _is_text_of(kind: DocumentType[D], value: D, raw: bytes) -> bool:
     """Whether a text is what msgspec writes of a value. It is written a few thousand entries at a time."""
     if not kind.many:
         return _text(kind, value) == raw
@@ -224,7 +224,7 @@ def _is_text_of(kind: DocumentKind[D], value: D, raw: bytes) -> bool:
     return same and at + len(behind) == len(raw)
 
 
-def _check_version(kind: DocumentKind[D], document: object) -> None:
+def _check_version(kind: DocumentType[D], document: object) -> None:
     if not isinstance(document, dict):
         raise HeaderError(f"at $: expected an object, found {found_kind(document)}")
     if kind.format and document.get("format") != kind.format:
@@ -250,7 +250,7 @@ UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 MISSING = re.compile(r"Object missing required field `(.*)`")
 
 
-def _explanation(kind: DocumentKind[D], document: object, said: str) -> str:
+def _explanation(kind: DocumentType[D], document: object, said: str) -> str:
     """What msgspec says of a document, with the place that it means and what stands there."""
     reason, _, inside = said.partition(" - at `$")
     steps: list[str | int] = []
@@ -309,7 +309,7 @@ SEAL_NBYTES = len(OPENING) + len(BLANK) + len(CLOSING)
 HEX = frozenset("0123456789abcdef")
 
 
-def hexadecimal(digits: object) -> int | None:
+def parse_crc(digits: object) -> int | None:
     """A CRC-32 from its eight digits, or None for anything else."""
     return (
         int(digits, 16)
@@ -320,19 +320,19 @@ def hexadecimal(digits: object) -> int | None:
 
 def seal(raw: bytes, nbytes: int = 0) -> bytes:
     """A JSON object with a last field that is its checksum, filled with spaces to a length of `nbytes`."""
-    return b"".join(sealed_pieces((raw[:-1],), nbytes))
+    return b"".join(seal_pieces((raw[:-1],), nbytes))
 
 
-def sealed_pieces(pieces: Iterable[bytes], nbytes: int = 0) -> Iterator[bytes]:
+def seal_pieces(pieces: Iterable[bytes], nbytes: int = 0) -> Iterator[bytes]:
     """The pieces of an object, up to its last brace, and behind them its checksum and the spaces."""
     crc, done = 0, 0
     for piece in pieces:
         crc, done = crc32(piece, crc), done + len(piece)
         yield piece
-    yield sealing(crc, done, nbytes)
+    yield make_seal(crc, done, nbytes)
 
 
-def sealing(crc: int, length: int, nbytes: int = 0) -> bytes:
+def make_seal(crc: int, length: int, nbytes: int = 0) -> bytes:
     """How a sealed object of `nbytes` ends, from its last field on, whose text up to there has this CRC-32 and length."""
     end = CLOSING.ljust(nbytes - length - len(OPENING) - len(BLANK))
     return OPENING + b"%08x" % crc32(OPENING + BLANK + end, crc) + end
@@ -349,7 +349,7 @@ def check_seal(raw: bytes, what: str, remedy: str = "get it again") -> bool:
     whole = memoryview(raw)
     found = crc32(whole[at + len(BLANK) :], crc32(BLANK, crc32(whole[:at])))
     if digits != f"{found:08x}":
-        expected = hexadecimal(digits)
+        expected = parse_crc(digits)
         message = f"{what} does not have the checksum that it records of itself ({digits!r}, not {found:08x})"
         raise Corrupted(
             f"{message}: it changed after it was written; {remedy}", expected=expected, found=found
@@ -357,7 +357,7 @@ def check_seal(raw: bytes, what: str, remedy: str = "get it again") -> bool:
     return True
 
 
-def _unsealed(kind: DocumentKind[D], what: str) -> Corrupted:
+def _unsealed(kind: DocumentType[D], what: str) -> Corrupted:
     return Corrupted(
         f"a {what} ends with its own checksum, and this one does not: it changed after it was written; {kind.remedy}"
     )

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from holdfast.core.arrays import Ints
-from holdfast.core.documents import DocumentKind, message_kind, read_document, write_document
+from holdfast.core.documents import DocumentType, message_type, read_document, write_document
 from holdfast.core.registry import find_hook
 from holdfast.errors import (
     CannotHold,
@@ -173,8 +173,8 @@ class FailedStep(msgspec.Struct):
         return failure
 
 
-RANK_MESSAGE = message_kind("message of a rank", RankMessage)
-FAILED_STEP = message_kind("list of causes", FailedStep)
+RANK_MESSAGE = message_type("message of a rank", RankMessage)
+FAILED_STEP = message_type("list of causes", FailedStep)
 
 DECIDED, UNCERTAIN, FAILED = b"+", b"?", b"-"
 """First byte of an answer: before the decision, the text of a `DurabilityUncertain`, or a `FailedStep`."""
@@ -321,7 +321,7 @@ def telling(ranks: Ranks) -> Iterator[None]:
 
 
 MARK_NBYTES = 16
-SHARES = message_kind("list of shares", list[bytes])
+SHARES = message_type("list of shares", list[bytes])
 
 
 def share_out(
@@ -337,7 +337,7 @@ def share_out(
     if ranks.size == 1:
         return [*work([*range(len(nbytes))])]
     weights = np.asarray(nbytes, np.int64)
-    results: DocumentKind[list[T]] = message_kind("list of results", list[kind])  # type: ignore[valid-type]  # one that is given
+    results: DocumentType[list[T]] = message_type("list of results", list[kind])  # type: ignore[valid-type]  # one that is given
     # The fullest share comes first, and the first rank is to have the emptiest.
     picks = ranks.size - 1 - deal(weights, np.zeros(ranks.size, np.int64))
     with telling(ranks):

@@ -5,7 +5,7 @@
 
     OPTIONS["dequantize"] = switch(False, "decode the quantized blocks of GGUF to floating point")
 
-    @validated
+    @validate_arguments
     def convert(src, dst, **options: Unpack[ConvertOptions]) -> Conversion: ...
 
 Type checkers read the record that a verb names in its signature. `OPTIONS` has the default, the help,
@@ -15,7 +15,7 @@ the `--help` of the command (cli/options.py), and the page of the reference.
 
 A verb receives every option of its record, checked, with the default where nothing was given. None
 stands for the default, too. Records of the layers below (`Edits`, `Writing`, `Selection`) are filled
-by the names of their fields (`pick`).
+by the names of their fields (`pick_fields`).
 """
 
 from __future__ import annotations
@@ -462,7 +462,7 @@ NULLABLE = frozenset({"max_memory"})
 
 
 @functools.cache
-def options_of(record: Callable[..., object]) -> dict[str, Option]:
+def get_options(record: Callable[..., object]) -> dict[str, Option]:
     """Return the options of a record; those that every writing verb has come last."""
     names = list(record.__annotations__)
     common = [*FormatOption.__annotations__, *WriteOptions.__annotations__]
@@ -478,7 +478,7 @@ def annotation_of(record: Callable[..., object], name: str) -> str:
     return text.removeprefix("Required[").removesuffix("]") if "Required[" in text else text
 
 
-def pick(record: Callable[..., T], options: Mapping[str, Any], **more: Any) -> T:  # noqa: ANN401  # whatever the fields take
+def pick_fields(record: Callable[..., T], options: Mapping[str, Any], **more: Any) -> T:  # noqa: ANN401  # whatever the fields take
     """Return a record (`Value`) of those options that are fields of it."""
     fields: tuple[str, ...] = record.__struct_fields__  # type: ignore[attr-defined]
     return record(**{name: options[name] for name in fields if name in options}, **more)
@@ -487,7 +487,7 @@ def pick(record: Callable[..., T], options: Mapping[str, Any], **more: Any) -> T
 def checked(record: Callable[..., T], given: Mapping[str, object]) -> T:
     """Return all options of a record: those that are given, checked, and defaults for the others."""
     values = {}
-    for name, option in options_of(record).items():
+    for name, option in get_options(record).items():
         value = given.get(name)
         if value is not None:
             values[name] = option.read(value, f"{name}=") if option.read else value
@@ -499,14 +499,14 @@ def checked(record: Callable[..., T], given: Mapping[str, object]) -> T:
 
 
 @overload
-def validated(verb: Callable[P, R], /) -> Callable[P, R]: ...
+def validate_arguments(verb: Callable[P, R], /) -> Callable[P, R]: ...
 
 
 @overload
-def validated(**readers: Reader) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def validate_arguments(**readers: Reader) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
-def validated(verb: Callable[P, R] | None = None, /, **readers: Reader) -> object:
+def validate_arguments(verb: Callable[P, R] | None = None, /, **readers: Reader) -> object:
     """Decorate a verb so that it only receives arguments that are checked.
 
     Parameters are checked by their names; `readers` take precedence over the checks of all verbs. An
@@ -522,7 +522,7 @@ def _validate(verb: Callable[P, R], readers: Mapping[str, Reader]) -> Callable[P
     parameters = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
     positional = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     record = _record_of(verb)
-    options = {} if record is None else options_of(record)
+    options = {} if record is None else get_options(record)
     required = [name for name, option in options.items() if option.default is ...]
     defaults = {name: options[name].default for name in options if name not in required}
 

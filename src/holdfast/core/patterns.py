@@ -56,7 +56,7 @@ STAR_OF_NEW_NAME = re.compile(r"(\[\*\]|\*+)")
 
 
 class Glob:
-    """A compiled glob. `matches` and `stood_for` are about a name as a whole."""
+    """A compiled glob. `matches` and `match_stars` are about a name as a whole."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
@@ -72,10 +72,10 @@ class Glob:
         """
         return name == self.pattern or self._regex.fullmatch(name[::-1]) is not None
 
-    def stood_for(self, name: str) -> tuple[str, ...] | None:
+    def match_stars(self, name: str) -> tuple[str, ...] | None:
         """Return what each star matched, or None if the glob does not match the name.
 
-        >>> Glob("model.*.weight").stood_for("model.a.b.weight")
+        >>> Glob("model.*.weight").match_stars("model.a.b.weight")
         ('a.b',)
         """
         match = self._regex.fullmatch(name[::-1])
@@ -86,12 +86,12 @@ class Glob:
 
 
 @lru_cache(maxsize=1024)
-def glob(pattern: str) -> Glob:
+def compile_glob(pattern: str) -> Glob:
     """Return a compiled glob. Raises `BadArgument` for a pattern that is probably a mistake."""
     return Glob(pattern)
 
 
-def matcher(pattern: str) -> Callable[[str], bool]:
+def make_matcher(pattern: str) -> Callable[[str], bool]:
     """Return a function that returns whether a name is meant.
 
     A name is meant if the glob matches it, or if it is the pattern itself or below that.
@@ -101,39 +101,39 @@ def matcher(pattern: str) -> Callable[[str], bool]:
         return lambda name: name == pattern or name.startswith(prefix)
     if not pattern.strip("*"):
         return lambda name: True
-    matches = glob(pattern).matches
+    matches = compile_glob(pattern).matches
     return lambda name: matches(name) or name.startswith(prefix)
 
 
-def meant(patterns: Iterable[str], names: Sequence[str]) -> list[bool]:
+def match_names(patterns: Iterable[str], names: Sequence[str]) -> list[bool]:
     """Return for each name whether one of the patterns means it.
 
-    >>> meant(["a", "*.w"], ["a.b", "b.w", "c"])
+    >>> match_names(["a", "*.w"], ["a.b", "b.w", "c"])
     [True, True, False]
     """
     is_meant = [False] * len(names)
     for pattern in patterns:
-        matches = matcher(pattern)
+        matches = make_matcher(pattern)
         is_meant = [known or matches(name) for known, name in zip(is_meant, names, strict=True)]
     return is_meant
 
 
-def unmatched(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
+def find_unmatched_patterns(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
     """Return the patterns that mean none of the names."""
-    return [pattern for pattern in patterns if not any(map(matcher(pattern), names))]
+    return [pattern for pattern in patterns if not any(map(make_matcher(pattern), names))]
 
 
-def renamer(renames: Renames) -> Callable[[str], str]:
+def make_renamer(renames: Renames) -> Callable[[str], str]:
     """Return a function that renames a name.
 
-    >>> renamer([("model.*", "*"), ("*.w", "*.weight")])("model.a.w")
+    >>> make_renamer([("model.*", "*"), ("*.w", "*.weight")])("model.a.w")
     'a.w'
     """
-    rules = [(glob(old), _split_new_name(new)) for old, new in renames]
+    rules = [(compile_glob(old), _split_new_name(new)) for old, new in renames]
 
     def rename(name: str) -> str:
         for old, (first, *others) in rules:
-            stars = old.stood_for(name)
+            stars = old.match_stars(name)
             if stars is not None and len(stars) == len(others):
                 return first + "".join(map("".join, zip(stars, others, strict=True)))
             if not others and name.startswith(f"{old.pattern}."):
@@ -143,21 +143,21 @@ def renamer(renames: Renames) -> Callable[[str], str]:
     return rename
 
 
-def renamed(renames: Renames, names: Sequence[str]) -> list[str]:
+def rename_names(renames: Renames, names: Sequence[str]) -> list[str]:
     """Return the new name of each name.
 
-    >>> renamed([("model.*", "*"), ("b", "c")], ["model.a", "b.w"])
+    >>> rename_names([("model.*", "*"), ("b", "c")], ["model.a", "b.w"])
     ['a', 'c.w']
     """
-    return [*map(renamer(renames), names)]
+    return [*map(make_renamer(renames), names)]
 
 
-def rename_problems(renames: Renames) -> list[str]:
+def find_rename_problems(renames: Renames) -> list[str]:
     """Return an error message for each rename whose sides do not have the same number of stars."""
     return [
         f"the rename {old!r} → {new!r} needs as many * on both sides"
         for old, new in renames
-        if glob(old).star_counts != {len(_split_new_name(new)) - 1}
+        if compile_glob(old).star_counts != {len(_split_new_name(new)) - 1}
     ]
 
 

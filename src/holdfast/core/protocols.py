@@ -32,24 +32,26 @@ JSON can hold; empty where a store cannot tell."""
 class ReadProfile(Value, frozen=True):
     """How the bytes of a store are best read. A file on this machine is the plain case."""
 
-    resident: bool = False
+    is_in_memory: bool = False
     """Whether the bytes are in this process's memory, so that reading them is no more than looking (`Store.map`)."""
     block_nbytes: int = 0
     """The preferred size of a read, of a GPU or a network; 0 where the reader chooses."""
-    in_order: bool = False
+    is_sequential: bool = False
     """Whether it is read by one thread, from front to back: going back may mean to begin again at the start."""
-    exact: bool = False
+    is_exact: bool = False
     """Whether only the ranges that are needed may be read: a longer read may have zeros where a shorter one has content."""
-    requests: int = 0
+    request_count: int = 0
     """How many reads are to be under way at once, because each waits for a network; 0 for a local store."""
 
     @property
     def is_file(self) -> bool:
         """Whether any range can be read at any time by one system call."""
-        return not (self.resident or self.block_nbytes or self.in_order or self.requests)
+        return not (
+            self.is_in_memory or self.block_nbytes or self.is_sequential or self.request_count
+        )
 
 
-FILE = ReadProfile()
+FILE_PROFILE = ReadProfile()
 
 
 class Store:
@@ -59,7 +61,7 @@ class Store:
 
     name: str
     """What a person would call it: the path that was opened."""
-    read_profile: ReadProfile = FILE
+    read_profile: ReadProfile = FILE_PROFILE
     index: str = ""
     """The index of a Hugging Face folder by which the user opened it; empty if the user named the folder."""
     reading: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -160,7 +162,7 @@ class Request(Value, frozen=True):
     out: np.ndarray
 
 
-def by_source(requests: Iterable[Request]) -> dict[Source, list[Request]]:
+def group_by_source(requests: Iterable[Request]) -> dict[Source, list[Request]]:
     """The requests of each source, which it is to be given together: sources in the order in which they are met."""
     found: dict[Source, list[Request]] = {}
     for request in requests:
@@ -190,13 +192,13 @@ class Source(Protocol):
     def mapped(self) -> bool:
         """Whether arrays are views of mapped memory."""
 
-    def over(self, store: Store) -> Source:
+    def with_store(self, store: Store) -> Source:
         """A source like this one that reads from another store: one that has more files, or other content in them."""
 
     def bytes(self, key: str, start: int, stop: int) -> bytes:
         """A small range, for headers and pickles: at once, on this thread. Raises `Truncated` past the end."""
 
-    def first(self, key: str, nbytes: int) -> Content:
+    def read_head(self, key: str, nbytes: int) -> Content:
         """The first bytes of a file, up to so many: formats are recognised by them."""
 
     def read(self, requests: Sequence[Request]) -> None:

@@ -68,7 +68,7 @@ def contiguous_bytes(tensor: LazyTensor) -> tuple[str, int] | None:
 def mapped_bytes(tensor: LazyTensor) -> memoryview | None:
     """The tensor's bytes as memory that is there already, for tensors that live in this process; else None."""
     place = contiguous_bytes(tensor)
-    if place is None or not tensor.source.store.read_profile.resident:
+    if place is None or not tensor.source.store.read_profile.is_in_memory:
         return None
     memory = tensor.source.store.map(place[0])
     return None if memory is None else memory[place[1] : place[1] + tensor.nbytes]
@@ -102,7 +102,7 @@ def block_size(tensor: LazyTensor, block: int) -> int:
     what one request fetches at the most, and `block` may be what memory allows."""
     store = tensor.source.store
     wished = store.read_profile.block_nbytes or block
-    return min(wished, block) if store.read_profile.requests else wished
+    return min(wished, block) if store.read_profile.request_count else wished
 
 
 def pack(array: np.ndarray, dtype: DType) -> bytes:

@@ -20,9 +20,9 @@ import numpy as np
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.chunk import Storage
 from holdfast.core.crc import Sums, crc32
-from holdfast.core.documents import message_kind, read_document, write_document
+from holdfast.core.documents import message_type, read_document, write_document
 from holdfast.core.group import Ranks, exchange
-from holdfast.core.protocols import Request, Store, by_source
+from holdfast.core.protocols import Request, Store, group_by_source
 from holdfast.core.value import Value, replace
 from holdfast.engine.coalesce import SUMS, Parts, Ranges, join_files
 from holdfast.engine.ranges import read_joined, split_reads
@@ -33,11 +33,11 @@ from holdfast.errors import (
     Replaced,
     StoreError,
     Truncated,
-    detached,
-    located,
+    drop_tracebacks,
+    error_context,
 )
 
-SWEPT = message_kind("list of checksums of a rank", tuple[list[bytes], dict[int, tuple[str, str]]])
+SWEPT = message_type("list of checksums of a rank", tuple[list[bytes], dict[int, tuple[str, str]]])
 ERRORS = {kind.__name__: kind for kind in (StoreError, Truncated, Corrupted, Replaced)}
 """What reading a file may raise, by name."""
 
@@ -143,7 +143,7 @@ class RangeSums:
         try:
             self._store.read(self._ranges.keys[int(self._ranges.files[number])], start, out)
         except HoldfastError as error:
-            self.errors.setdefault(number, detached(error))
+            self.errors.setdefault(number, drop_tracebacks(error))
         else:
             self.add(
                 (np.array([number]), np.array([start]), np.array([start + out.nbytes])), start, out
@@ -194,7 +194,7 @@ class RangeSums:
         if isinstance(outcome, HoldfastError):
             # Not the one that is kept: it would keep this frame, and all above it.
             del self.errors[number]
-            with located(tensor=name):
+            with error_context(tensor=name):
                 try:
                     raise outcome
                 finally:
@@ -255,7 +255,7 @@ def build_damage_error(storage: Storage, tensor: str, found: int) -> Corrupted:
 def check_before_reading(requests: Sequence[Request]) -> None:
     """Compare the checksums of what these requests will read whole, before any of it is read to its place. Raises `Corrupted` for
     the first storage that is damaged. It is one more reading, of the page cache where memory allows."""
-    for source, mine in by_source(requests).items():
+    for source, mine in group_by_source(requests).items():
         storages = find_whole_storages(mine)
         sweep = RangeSums(
             source.store, [SweptRange(one.key, one.start, one.nbytes) for one in storages]

@@ -20,7 +20,7 @@ from holdfast.core.arrays import Ints, byte_row
 from holdfast.core.box import Box, run_boxes
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES, DType
-from holdfast.core.options import validated
+from holdfast.core.options import validate_arguments
 from holdfast.core.protocols import Request
 from holdfast.core.quantities import shown
 from holdfast.core.sharing import View, identity
@@ -32,7 +32,7 @@ from holdfast.engine.blocks import contiguous_bytes
 from holdfast.engine.saves import Data, Memory
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import computing
-from holdfast.errors import BadArgumentType, Unsupported, located
+from holdfast.errors import BadArgumentType, Unsupported, error_context
 from holdfast.numeric.dequantize import BLOCK_TYPES, BlockType
 from holdfast.stores.virtual import Virtual, VirtualFile, tensor_stamp
 
@@ -54,7 +54,7 @@ def read_flat(
         place = contiguous_bytes(tensor)
         if place is not None:
             # A plan for each megabyte would take half as long as to copy it, with the interpreter's lock.
-            with located(tensor=tensor.name):
+            with error_context(tensor=tensor.name):
                 source.store.read(
                     place[0], place[1] + start * out.dtype.itemsize, byte_row(out).data
                 )
@@ -336,7 +336,7 @@ RUN_ELEMENTS = (
 )  # Elements that are decoded at a time: what lies between the steps stays in the cache.
 
 
-@validated
+@validate_arguments
 def dequantize(tensor: LazyTensor) -> LazyTensor:
     """A tensor of quantised blocks (`tensor.traits.blocks`, as GGUF has them) as float32, decoded when it is read.
 

@@ -33,7 +33,7 @@ from holdfast.engine.blocks import (
 )
 from holdfast.engine.checksums import Progress, RangeSums, SweptRange
 from holdfast.engine.threads import DEFAULT_THREADS, run_reads
-from holdfast.errors import located
+from holdfast.errors import error_context
 
 if TYPE_CHECKING:
     from holdfast.core.content_hash import Hashed  # it imports a library, for those who save
@@ -114,7 +114,7 @@ def compute_crcs(
             alias_of[i] = first
             continue
         if not expand:
-            with located(tensor=tensor.name):
+            with error_context(tensor=tensor.name):
                 tensor.check_expansion()
         place = contiguous_bytes(tensor)
         if place is not None and mapped_bytes(tensor) is None:
@@ -146,7 +146,7 @@ def _block_task(
     piece: ContiguousBlock, name: str, sums: Sums, progress: Progress | None
 ) -> Callable[[], None]:
     def run() -> None:
-        with located(tensor=name):
+        with error_context(tensor=name):
             data = read_block(piece)
         sums.add(piece.start, data)
         if progress is not None:
@@ -249,7 +249,7 @@ def _hashed(
 
     def add(some: Sequence[tuple[str, ContiguousBlock]]) -> None:
         for name, piece in some:
-            with located(tensor=name), lent_bytes(piece) as data:
+            with error_context(tensor=name), lent_bytes(piece) as data:
                 contents[name].add(piece.start, data)
 
     work: list[Callable[[], None]] = []

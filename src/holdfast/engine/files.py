@@ -36,7 +36,7 @@ from holdfast.core.table import (
 from holdfast.core.tensor import BEYOND, NO_CRC, FileRange, LazyTensor, StridedPosition
 from holdfast.core.value import Value
 from holdfast.engine.coalesce import MEMORY, Ranges, coalesce
-from holdfast.errors import Corrupted, HoldfastError, located
+from holdfast.errors import Corrupted, HoldfastError, error_context
 
 if TYPE_CHECKING:
     from holdfast.engine.saves import Data
@@ -337,7 +337,7 @@ class FileStorages(FileColumns):
         for number, start, stop in zip(
             numbers.tolist(), starts.tolist(), stops.tolist(), strict=True
         ):
-            with located(tensor=self.names[number]):
+            with error_context(tensor=self.names[number]):
                 place.source.store.read(place.key, start, data[start - begin : stop - begin])
 
     def _changed(self, number: int, expected: int, found: int) -> Corrupted:

@@ -28,7 +28,7 @@ from holdfast.core.table import Column
 from holdfast.core.value import Value
 from holdfast.engine.coalesce import RECORDS, Parts, Policy, Ranges, Reads, join_files
 from holdfast.engine.threads import INLINE_NBYTES, Scratch, run_reads
-from holdfast.errors import Corrupted, HoldfastError, located
+from holdfast.errors import Corrupted, HoldfastError, error_context
 
 TASK_READS = 2048
 """The most joined reads that a thread takes at a time."""
@@ -65,8 +65,10 @@ def read_ranges(store: Store, reads: RangeReads, *, threads: int, policy: Policy
     # A few ranges of a local file are read sooner one by one than they are joined. Memory needs no
     # joining at all.
     profile = store.read_profile
-    has_few = len(reads.starts) <= FEW_RANGES and not (profile.requests or profile.in_order)
-    if has_few or len(reads.starts) == 1 or profile.resident:
+    has_few = len(reads.starts) <= FEW_RANGES and not (
+        profile.request_count or profile.is_sequential
+    )
+    if has_few or len(reads.starts) == 1 or profile.is_in_memory:
         total_nbytes = int(sum(reads.nbytes))
         if total_nbytes < INLINE_NBYTES:
             _read_one_by_one(store, reads)
@@ -82,13 +84,13 @@ def read_ranges(store: Store, reads: RangeReads, *, threads: int, policy: Policy
     ]
     total_nbytes = sum(file.parts.nbytes for file in file_reads)
     # Of a remote store each joined read is a task, so that none waits for another.
-    task_nbytes = 1 if profile.requests else policy.block
+    task_nbytes = 1 if profile.request_count else policy.block
     tasks = [
         partial(file.run, first, last, policy.block)
         for file in file_reads
         for first, last in split_reads(file.parts, task_nbytes)
     ]
-    has_threads = profile.requests or total_nbytes >= INLINE_NBYTES
+    has_threads = profile.request_count or total_nbytes >= INLINE_NBYTES
     run_reads(tasks, threads if has_threads else 1, stores=[store])
     for file in file_reads:
         file.finish()
@@ -124,7 +126,7 @@ def _read_one_by_one(store: Store, reads: RangeReads) -> None:
         try:
             store.read(reads.keys[file], start, out)
         except HoldfastError as error:
-            with located(tensor=reads.name(number)):
+            with error_context(tensor=reads.name(number)):
                 raise error
         if crc != UNKNOWN and (found := crc32(out)) != crc:
             raise reads.damaged(number, found)
@@ -144,7 +146,7 @@ def split_reads(reads: Reads, nbytes: int) -> Iterator[tuple[int, int]]:
 def read_joined(store: Store, reads: Reads, number: int, scratch: Scratch) -> memoryview:
     """Return the bytes of a joined read: as they lie in memory already, or read to scratch memory."""
     start, stop = reads.starts.item(number), reads.stops.item(number)
-    memory = store.map(reads.key) if store.read_profile.resident else None
+    memory = store.map(reads.key) if store.read_profile.is_in_memory else None
     if memory is not None and stop <= memory.nbytes:
         return memory[start:stop]
     data = scratch.of(stop - start)
@@ -207,7 +209,7 @@ class _FileReads:
             except HoldfastError as error:
                 # Raised here, because a function that raised its argument would be in a reference
                 # cycle with it, which keeps everything alive that the caller holds.
-                with located(tensor=self._find_failed_tensor(number, error.tensor)):
+                with error_context(tensor=self._find_failed_tensor(number, error.tensor)):
                     raise
 
     def _spread(self, number: int, data: memoryview) -> None:
@@ -252,7 +254,7 @@ class _FileReads:
         parts = [*self.parts.of(number)]
         if named_tensor is None and len(parts) > 1:
             for owner, begin, end in parts:
-                with located(tensor=self._reads.name(owner)):
+                with error_context(tensor=self._reads.name(owner)):
                     self._store.read(self.parts.key, begin, memoryview(bytearray(end - begin)))
         return self._reads.name(parts[0][0])
 

@@ -30,7 +30,7 @@ from holdfast.engine.computed import read_flat
 from holdfast.engine.ranges import read_to_scratch
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import DEFAULT_THREADS, computing, run_reads
-from holdfast.errors import located
+from holdfast.errors import error_context
 from holdfast.numeric.compare import Tally, compare_elements, element_dtype, view_as_numbers
 from holdfast.numeric.statistics import FLOAT4_PAIRS
 
@@ -149,7 +149,7 @@ def scan(
 
 def _cut_batches(store: Store, range_keys: Iterable[RangeKey]) -> Iterator[list[RangeKey]]:
     """Group small neighbours, so that they are read together."""
-    most_nbytes = REMOTE.block if store.read_profile.requests else LOCAL.block
+    most_nbytes = REMOTE.block if store.read_profile.request_count else LOCAL.block
     batch: list[RangeKey] = []
     batch_nbytes = 0
     for range_key in sorted(range_keys):
@@ -180,14 +180,14 @@ class _Scan(Generic[T]):
 
     def read(self, number: int, block: ElementBlock) -> None:
         tensor = self.tensors[number]
-        with located(tensor=tensor.name):
+        with error_context(tensor=tensor.name):
             self.show(number, block, read_block(tensor, block))
 
     def read_together(
         self, store: Store, batch: Sequence[RangeKey], shown: Sequence[Sequence[FileBlock]]
     ) -> None:
         """Read a batch, and show each of its ranges as the blocks that it is."""
-        policy = REMOTE if store.read_profile.requests else LOCAL
+        policy = REMOTE if store.read_profile.request_count else LOCAL
         name = lambda position: self.tensors[shown[position][0].number].name  # noqa: E731
         data = read_to_scratch(store, Ranges.of(batch), name, policy=policy)
         stop = 0
@@ -198,7 +198,7 @@ class _Scan(Generic[T]):
                 tensor = self.tensors[block.number]
                 if block.crc != NO_CRC and (found := crc32(content.data)) != block.crc:
                     raise build_damage_error(tensor.storages[0], tensor.name, found)
-                with located(tensor=tensor.name):
+                with error_context(tensor=tensor.name):
                     self.show(block.number, block.block, content.view(tensor.dtype.numpy))
 
     def show(self, number: int, block: ElementBlock, values: np.ndarray) -> None:

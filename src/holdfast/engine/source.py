@@ -42,13 +42,13 @@ class OpenSource:
         self.store = store
         self.rules = tuple(rules)
         self.limits = limits or DEFAULTS
-        self.threads = threads or profile.requests or DEFAULT_THREADS
+        self.threads = threads or profile.request_count or DEFAULT_THREADS
         self.mapped = mapped
         self.verify = verify  # Whether checksums that the file records are compared when a storage is read from end to end.
-        self.policy = policy or (REMOTE if profile.requests else MEMORY)
-        self._resident = profile.resident
+        self.policy = policy or (REMOTE if profile.request_count else MEMORY)
+        self._resident = profile.is_in_memory
         self._reads_ahead = not (
-            profile.requests or profile.exact
+            profile.request_count or profile.is_exact
         )  # Whether more may be read of a file than was asked for.
         self._first: tuple[str | None, bytes, int] = NO_FILE
         """The file whose first bytes were read last, these, and how many were wanted."""
@@ -57,7 +57,7 @@ class OpenSource:
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_first": NO_FILE}
 
-    def over(self, store: Store, *, threads: int | None = None) -> OpenSource:
+    def with_store(self, store: Store, *, threads: int | None = None) -> OpenSource:
         return OpenSource(
             store, limits=self.limits, threads=threads or self.threads, mapped=self.mapped, verify=self.verify, policy=self.policy,
             rules=self.rules,
@@ -68,14 +68,14 @@ class OpenSource:
         if content is not None and 0 <= start <= stop <= content.nbytes:
             return bytes(content[start:stop])
         if self._reads_ahead and 0 <= start <= stop <= HEAD_NBYTES:
-            head = self.first(key, HEAD_NBYTES)
+            head = self.read_head(key, HEAD_NBYTES)
             if stop <= len(head):
                 return head[start:stop]
         out = bytearray(max(stop - start, 0))
         self.store.peek(key, start, memoryview(out))
         return Content(out)
 
-    def first(self, key: str, nbytes: int) -> Content:
+    def read_head(self, key: str, nbytes: int) -> Content:
         known, head, wanted = self._first
         if known != key or nbytes > wanted:
             wanted = max(nbytes, HEAD_NBYTES) if self._reads_ahead else nbytes

@@ -43,7 +43,7 @@ from holdfast.engine.write import (
     read_small_tensor,
     read_small_tensors,
 )
-from holdfast.errors import SaveError, located
+from holdfast.errors import SaveError, error_context
 
 BLOCK_NBYTES = 4 << 20
 REMOTE_BLOCK_NBYTES = 8 << 20
@@ -87,10 +87,10 @@ def write_stream(
     remote = [
         segment
         for segment in plan.segments
-        if isinstance(segment, Data) and segment.tensor.source.store.read_profile.requests
+        if isinstance(segment, Data) and segment.tensor.source.store.read_profile.request_count
     ]
     wanted = max(
-        (segment.tensor.source.store.read_profile.requests for segment in remote), default=0
+        (segment.tensor.source.store.read_profile.request_count for segment in remote), default=0
     )
     window = max(1, min(wanted, requests or wanted))
     foreseen: dict[str, int] = {}
@@ -189,7 +189,7 @@ def _fetches(remote: Iterable[Data], block: int) -> Iterator[Callable[[], list[m
 
 
 def _fetch(segment: Data, piece: ContiguousBlock) -> list[memoryview]:
-    with located(tensor=segment.label):
+    with error_context(tensor=segment.label):
         return [read_block(piece)]
 
 
@@ -293,7 +293,7 @@ def _write_hashed(target: Writer, segment: Data, blocks: Iterator[memoryview]) -
 def _write_data(target: Writer, segment: Data | Memory, blocks: Iterator[memoryview]) -> int:
     """Write the data, and return its sum."""
     crc = 0
-    if isinstance(segment, Data) and segment.tensor.source.store.read_profile.requests:
+    if isinstance(segment, Data) and segment.tensor.source.store.read_profile.request_count:
         left = segment.nbytes
         while left:
             ahead = next(blocks)

@@ -69,7 +69,7 @@ def cached_nbytes(threads: int, most: int) -> int:
 
 def run_reads(work: Iterable[Callable[[], None]], threads: int, *, stores: Iterable[Store]) -> None:
     """Run tasks that read from these stores: in order on this thread if one of the stores needs that."""
-    ordered = [store for store in dict.fromkeys(stores) if store.read_profile.in_order]
+    ordered = [store for store in dict.fromkeys(stores) if store.read_profile.is_sequential]
     if not ordered:
         run_all(work, threads)
         return

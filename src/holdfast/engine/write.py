@@ -26,7 +26,7 @@ from msgspec import Struct, field
 from holdfast.core.arrays import byte_row
 from holdfast.core.content_hash import ContentHash, Hashed, hash_bytes, head_bytes
 from holdfast.core.crc import Sums, crc32
-from holdfast.core.protocols import Request, Store, by_source
+from holdfast.core.protocols import Request, Store, group_by_source
 from holdfast.engine.blocks import (
     block_size,
     contiguous_blocks,
@@ -52,7 +52,7 @@ from holdfast.engine.saves import (
     check_length,
 )
 from holdfast.engine.threads import DEFAULT_THREADS, Scratch, cached_nbytes, run_all, run_reads
-from holdfast.errors import Corrupted, NotCommitted, located
+from holdfast.errors import Corrupted, NotCommitted, error_context
 from holdfast.stores.local import read_at
 from holdfast.stores.virtual import Virtual, VirtualFile
 
@@ -170,7 +170,7 @@ def write_range(
     ]
     written.hashes = {s.label: ContentHash(s.nbytes, whole=s.hashing == "hash") for s in large}
     stores = _stores(plan)
-    remote = max((store.read_profile.requests for store in stores), default=0)
+    remote = max((store.read_profile.request_count for store in stores), default=0)
     gathered = sum(segment.nbytes for segment in plan.segments if isinstance(segment, Gathered))
     usual = (
         min(DEFAULT_THREADS, MAX_GATHERING_THREADS)
@@ -278,7 +278,9 @@ def assemble_file(plan: FilePlan, crcs: Mapping[str, int]) -> tuple[bytes, Recei
     pieces: list[Piece] = []
     data = [segment for segment in plan.segments if isinstance(segment, Data)]
     ordered = [
-        one.tensor.source.store for one in data if one.tensor.source.store.read_profile.in_order
+        one.tensor.source.store
+        for one in data
+        if one.tensor.source.store.read_profile.is_sequential
     ]
     if ordered:
         run_reads((lambda: pieces.extend(_pieces(plan.segments, here)),), 1, stores=ordered)
@@ -372,7 +374,7 @@ def _wished_nbytes(segment: Segment) -> int:
     if not isinstance(segment, Data):
         return 0
     store = segment.tensor.source.store
-    return 0 if store.read_profile.requests else store.read_profile.block_nbytes
+    return 0 if store.read_profile.request_count else store.read_profile.block_nbytes
 
 
 Lend = Callable[
@@ -405,7 +407,7 @@ def _block(
 ) -> Callable[[], None]:
     def run() -> None:
         with ExitStack() as lent:
-            with located(tensor=segment.label):
+            with error_context(tensor=segment.label):
                 data = lent.enter_context(lend())
             nbytes, crc = data.nbytes, written.add(segment, start, data)
             sink.write(offset + start, data)
@@ -494,7 +496,7 @@ def _pieces(
         elif isinstance(segment, Hole):
             pieces.append(bytes(segment.nbytes))
         else:
-            with located(tensor=segment.label):
+            with error_context(tensor=segment.label):
                 data = (
                     segment.content
                     if isinstance(segment, Memory)
@@ -520,10 +522,12 @@ def read_small_tensors(segments: Iterable[Data]) -> dict[str, memoryview]:
         s
         for s in segments
         if s.nbytes
-        and not ((profile := s.tensor.source.store.read_profile).resident or profile.in_order)
+        and not (
+            (profile := s.tensor.source.store.read_profile).is_in_memory or profile.is_sequential
+        )
     ]
     outs = [np.empty(s.tensor.shape, s.tensor.dtype.numpy) for s in wanted]
-    for source, requests in by_source(
+    for source, requests in group_by_source(
         Request(s.tensor, out) for s, out in zip(wanted, outs, strict=True)
     ).items():
         source.read(requests)
@@ -673,7 +677,7 @@ def read_stored_crcs(
         if store.read_profile.block_nbytes
         else RangeSums(store, ranges)
     )
-    run_all(sweep.tasks(), store.read_profile.requests or threads or DEFAULT_THREADS)
+    run_all(sweep.tasks(), store.read_profile.request_count or threads or DEFAULT_THREADS)
     for number in sorted(sweep.errors):
         sweep.crc32(number, name=labels[number])  # raises
     return dict(zip(labels, sweep.crcs().tolist(), strict=True))

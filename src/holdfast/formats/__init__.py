@@ -155,7 +155,7 @@ class Format(Value, frozen=True):
     def matches(self, source: Source) -> bool:
         """Whether the content, never the suffix, is of this format."""
         key = source.store.single_key
-        head = b"" if key is None else source.first(key, FIRST_NBYTES)
+        head = b"" if key is None else source.read_head(key, FIRST_NBYTES)
         return self.recognises(source, key, head)
 
     def recognises(self, source: Source, key: str | None, head: bytes) -> bool:

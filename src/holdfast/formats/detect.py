@@ -76,7 +76,7 @@ def detect(source: Source, *, plugins: bool = True) -> Format:
     """
     # An index that lies alone in its folder is still the index of a folder, which lacks its files.
     key = None if source.store.index else source.store.single_key
-    head = b"" if key is None else source.first(key, FIRST_NBYTES)
+    head = b"" if key is None else source.read_head(key, FIRST_NBYTES)
     format = next((entry for entry in FORMATS if entry.recognises(source, key, head)), None)
     if format is None:
         format = _detect_plugin(source, key, head, plugins=plugins)
@@ -155,7 +155,7 @@ def _unknown_source(source: Source) -> UnknownFormat:
 
 def unknown(source: Source, key: str) -> UnknownFormat:
     """The error for a file of an unknown format."""
-    head = source.first(key, 32)
+    head = source.read_head(key, 32)
     if not head:
         return UnknownFormat("the file is empty")
     hint = next(
@@ -167,12 +167,12 @@ def unknown(source: Source, key: str) -> UnknownFormat:
 
 def begins_like_torch(source: Source, key: str) -> bool:
     """Return whether a file begins with a record of a zip."""
-    return source.first(key, 4) == b"PK\3\4"
+    return source.read_head(key, 4) == b"PK\3\4"
 
 
 def begins_like_legacy(source: Source, key: str) -> bool:
     """Whether the magic number is the first value, whatever protocol wrote it."""
-    head = source.first(key, 64)
+    head = source.read_head(key, 64)
     # A bare pickle of a storage has a whole stream of `torch.save` in it, a little further behind.
     places = head.find(MAGIC_BYTES), head.find(MAGIC_TEXT)
     return any(0 <= place <= BEFORE_MAGIC_NBYTES for place in places)
@@ -180,7 +180,7 @@ def begins_like_legacy(source: Source, key: str) -> bool:
 
 def begins_like_torch_tar(source: Source, key: str) -> bool:
     """Whether a file begins like a tar of POSIX, or with a header of torch's own members."""
-    head = source.first(key, BLOCK_NBYTES)
+    head = source.read_head(key, BLOCK_NBYTES)
     if len(head) < BLOCK_NBYTES:
         return False
     if head[257:262] == b"ustar":

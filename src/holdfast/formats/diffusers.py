@@ -60,7 +60,7 @@ def describe(source: Source) -> Description:
         if not any(_is_weights(f"{name}/{key}") for key in component.list()):
             continue
         try:
-            found = _describe_component(source.over(component))
+            found = _describe_component(source.with_store(component))
         except HoldfastError as error:
             if error.file is None or not error.file.startswith(source.store.name):
                 error.file = "/".join(filter(None, (name, error.file)))

@@ -27,8 +27,8 @@ from holdfast.core.dtype import DType
 from holdfast.core.leaves import HELD_NBYTES, tensor_paths
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import AnyValue, Opaque
-from holdfast.core.options import validated
-from holdfast.core.patterns import matcher
+from holdfast.core.options import validate_arguments
+from holdfast.core.patterns import make_matcher
 from holdfast.core.quantities import shown
 from holdfast.core.sharing import check_expansion, identity, tied
 from holdfast.core.tensor import Composite, LazyTensor
@@ -65,7 +65,7 @@ BATCH_NBYTES = 256 << 20
 """Tensors are read so many bytes at a time: enough for all reading threads, and no more waits in the memory of the host."""
 
 
-@validated
+@validate_arguments
 def load(
     path: Openable | Checkpoint,
     shardings: Shardings = None,
@@ -194,7 +194,7 @@ def _placed(
     tensors: Mapping[str, LazyTensor], choose: Choose, casts: Casts
 ) -> dict[str, WantedArray]:
     """The array of every name. Tied tensors that go to one place are one array, and read once."""
-    patterns = [(matcher(pattern), to) for pattern, to in casts]
+    patterns = [(make_matcher(pattern), to) for pattern, to in casts]
     once: dict[object, WantedArray] = {}
     found: dict[str, WantedArray] = {}
     for name, lazy in tensors.items():
@@ -275,7 +275,7 @@ def _chooser(shardings: Shardings, names: Iterable[str], path: str) -> Choose:
     if callable(shardings):
         return lambda name, shape: _where(shardings(name, shape), f"for {name!r}")
     places = dict(_leaves(shardings))
-    rules = [(matcher(place), place) for place in places]
+    rules = [(make_matcher(place), place) for place in places]
     found = {
         name: name if name in places else next((place for fits, place in rules if fits(name)), None)
         for name in names

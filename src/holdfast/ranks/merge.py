@@ -21,14 +21,14 @@ import numpy.typing as npt
 from msgspec import Struct, field
 
 from holdfast.core.arrays import Ints
-from holdfast.core.documents import message_kind, read_document
+from holdfast.core.documents import message_type, read_document
 from holdfast.core.group import say_ranks
 from holdfast.core.tree import values_inside
 from holdfast.core.value import Value
 from holdfast.formats.tree_json.encode import flat_tree
 from holdfast.ranks.state import Catalogue, RankState
 
-SUMS = message_kind("list of checksums of a rank", dict[str, tuple[int | bytes]])
+SUMS = message_type("list of checksums of a rank", dict[str, tuple[int | bytes]])
 
 
 class Merged(Value, frozen=True):

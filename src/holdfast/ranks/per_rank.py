@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
 
-from holdfast.core.patterns import matcher
+from holdfast.core.patterns import make_matcher
 from holdfast.core.tree import (
     MOST_LEAVES,
     TOO_OFTEN,
@@ -63,7 +63,7 @@ def mark(state: object, patterns: Sequence[str], key: str) -> tuple[object, list
 
 class _Marking:
     def __init__(self, patterns: Sequence[str], key: str) -> None:
-        self._patterns = {pattern: matcher(pattern) for pattern in patterns}
+        self._patterns = {pattern: make_matcher(pattern) for pattern in patterns}
         self._key = key
         self._left = MOST_LEAVES
         self._around: set[int] = set()

@@ -37,7 +37,7 @@ import numpy as np
 
 from holdfast.core.arrays import Ints, shape_columns
 from holdfast.core.box import Box
-from holdfast.core.documents import UNLIMITED, D, DocumentKind, read_document, write_document
+from holdfast.core.documents import UNLIMITED, D, DocumentType, read_document, write_document
 from holdfast.core.dtype import DTYPES
 from holdfast.core.table import Table
 from holdfast.core.value import Value
@@ -62,7 +62,7 @@ class CatalogueDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     shapes: tuple[tuple[int, ...], ...]
 
 
-CATALOGUE = DocumentKind(
+CATALOGUE = DocumentType(
     name="catalogue of a rank",
     decoder=msgspec.json.Decoder(CatalogueDocument),
     most=UNLIMITED,
@@ -261,7 +261,7 @@ class RankState(Value, frozen=True, eq=False):
         return self.catalogue.names[int(self.tensors[box])]
 
 
-def _encode(kind: DocumentKind[D], value: D) -> bytes:
+def _encode(kind: DocumentType[D], value: D) -> bytes:
     try:
         return write_document(kind, value)
     except HeaderError as error:
@@ -282,7 +282,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     aliases: tuple[tuple[str, str], ...]
 
 
-HEADER = DocumentKind(
+HEADER = DocumentType(
     name="header of a rank", decoder=msgspec.json.Decoder(Header), most=UNLIMITED, canonical=True
 )
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from holdfast.core.documents import message_kind, read_document, write_document
+from holdfast.core.documents import message_type, read_document, write_document
 from holdfast.core.value import Value, replace
 from holdfast.errors import CannotHold
 from holdfast.formats.sharded import Contents
@@ -51,7 +51,7 @@ class ProposalMessage(msgspec.Struct):
     sums: bytes
 
 
-PROPOSAL = message_kind("proposal of a rank", ProposalMessage)
+PROPOSAL = message_type("proposal of a rank", ProposalMessage)
 
 
 def write_proposal(proposal: Proposal) -> bytes:

@@ -21,7 +21,7 @@ LARGE_COPY_NBYTES = 64 << 10
 class MemoryStore(Store):
     """A store whose bytes are in memory already."""
 
-    read_profile = ReadProfile(resident=True)
+    read_profile = ReadProfile(is_in_memory=True)
 
     def __init__(
         self, content: Mapping[str, bytes | bytearray | memoryview], *, name: str = "<memory>"
@@ -104,7 +104,7 @@ class FileObjectStore(Store):
     the file object.
     """
 
-    read_profile = ReadProfile(in_order=True)
+    read_profile = ReadProfile(is_sequential=True)
     KEY = "file"
 
     def __init__(self, file: BinaryIO) -> None:

@@ -20,7 +20,7 @@ from urllib.parse import quote
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
 from holdfast.core.value import Value
-from holdfast.errors import StoreError, detached
+from holdfast.errors import StoreError, drop_tracebacks
 from holdfast.stores import platform
 from holdfast.stores.local import LocalStore, store_error
 from holdfast.stores.paths import is_parsed_url, is_url
@@ -196,7 +196,7 @@ class LocalPlace(Value, frozen=True):
             except StoreError as error:
                 if error.errno != errno.ENOENT:
                     raise
-                missing_error = detached(error)
+                missing_error = drop_tracebacks(error)
 
             # While a save replaces a directory in two steps, the name is missing for a moment. It may
             # be back by the time of `recover`, so the path counts as missing only at the second try.

@@ -50,7 +50,7 @@ class Virtual(Store):
         self.name = name if over is None else over.name
         self._over = over
         if over is not None:
-            self.read_profile = replace(over.read_profile, resident=False, in_order=False)
+            self.read_profile = replace(over.read_profile, is_in_memory=False, is_sequential=False)
             self.index = over.index
         self._entries: dict[str, VirtualFile] = {}
         self._is_closed = False

@@ -18,7 +18,7 @@ from typing import Unpack
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import WIDEST_NBYTES
-from holdfast.core.options import InPlaceOptions, validated
+from holdfast.core.options import InPlaceOptions, validate_arguments
 from holdfast.core.protocols import State
 from holdfast.core.sharing import SpanGroup, reached_spans
 from holdfast.core.table import IRREGULAR
@@ -51,7 +51,7 @@ class Compacted(Saved):
         ]
 
 
-@validated
+@validate_arguments
 def compact(
     src: Openable | Checkpoint,
     dst: str | os.PathLike[str] | None = None,

@@ -23,7 +23,13 @@ import numpy as np
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
-from holdfast.core.options import ConvertOptions, EditOptions, Progress, pick, validated
+from holdfast.core.options import (
+    ConvertOptions,
+    EditOptions,
+    Progress,
+    pick_fields,
+    validate_arguments,
+)
 from holdfast.core.protocols import Request, State
 from holdfast.core.runtime import gc_paused
 from holdfast.core.tensor import LazyTensor
@@ -95,7 +101,7 @@ class Conversion(Saved):
         ]
 
 
-@validated
+@validate_arguments
 def convert(
     src: Openable | Checkpoint, dst: str | os.PathLike[str], **options: Unpack[ConvertOptions]
 ) -> Conversion:
@@ -134,10 +140,12 @@ def convert(
 def plan_conversion(
     src: Openable | Checkpoint, dst: str | os.PathLike[str], options: ConvertOptions
 ) -> Planned[Conversion]:
-    edits = pick(Edits, options, casts=casts_of(options["dtype"]) if options["dtype"] else ())
+    edits = pick_fields(
+        Edits, options, casts=casts_of(options["dtype"]) if options["dtype"] else ()
+    )
     lay_out = partial(
         lay_out_conversion,
-        selection=pick(Selection, options),
+        selection=pick_fields(Selection, options),
         edits=edits,
         limits=options["limits"],
     )
@@ -264,7 +272,7 @@ def _read_cost(tensor: LazyTensor) -> tuple[int, int]:
     return read_nbytes, max(read_nbytes - wanted_nbytes, 0)
 
 
-@validated
+@validate_arguments
 def edit(
     src: Openable | Checkpoint,
     dst: str | os.PathLike[str] | None = None,
@@ -299,7 +307,9 @@ def metadata_changes(changed: Mapping[str, str], removed: Iterable[str]) -> dict
 def plan_edit(
     src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: EditOptions
 ) -> Planned[Conversion]:
-    edits = pick(Edits, options, casts=casts_of(options["dtype"]) if options["dtype"] else ())
+    edits = pick_fields(
+        Edits, options, casts=casts_of(options["dtype"]) if options["dtype"] else ()
+    )
     metadata = metadata_changes(options["set_metadata"] or {}, options["unset_metadata"])
     if edits == NO_EDITS and not metadata:
         raise Unsupported("nothing to do; pass keep=, drop=, rename=, dtype= or set_metadata=")

@@ -23,7 +23,7 @@ from holdfast.core.arrays import Ints
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.keys import sibling_key
 from holdfast.core.limits import Limits
-from holdfast.core.options import CopyOptions, pick, validated
+from holdfast.core.options import CopyOptions, pick_fields, validate_arguments
 from holdfast.core.protocols import Source, Store
 from holdfast.core.table import IRREGULAR, RowKind, StoredFile, Table
 from holdfast.core.tensor import NO_CRC
@@ -61,7 +61,7 @@ class Copied(Saved):
     """Number of bytes that `copy` compares with a checksum of the source."""
 
 
-@validated
+@validate_arguments
 def copy(
     src: Openable | Checkpoint, dst: str | os.PathLike[str], **options: Unpack[CopyOptions]
 ) -> Copied:
@@ -95,7 +95,9 @@ def plan_copy(
             raise CannotHold(
                 "the target is read while it is written", [f"{target!r} is the source"], file=target
             )
-        writing = pick(Writing, {**options, **common}, requests=store.read_profile.requests)
+        writing = pick_fields(
+            Writing, {**options, **common}, requests=store.read_profile.request_count
+        )
         check_target(target, directory=store.is_folder, writing=writing)
         recorded, whole = _recorded(source)
         plan, checked = _lay_out(source, store, target, limits, recorded=recorded)
@@ -253,7 +255,7 @@ def _copied(name: str, origin: Source, recorded: Ints | None, *, key: str) -> tu
     kinds = [RowKind.from_shape(UINT8, (length,)) for length in of_length.tolist()]
     rows = range(len(starts))
     # What a remote store has is requested ahead, which a row by itself is.
-    ahead = store.read_profile.in_order or store.read_profile.block_nbytes
+    ahead = store.read_profile.is_sequential or store.read_profile.block_nbytes
     irregular = (
         {row: storages.lazy_tensor(row, kinds[kind[row]], labels[row]) for row in rows}
         if ahead

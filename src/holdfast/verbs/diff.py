@@ -38,7 +38,7 @@ from holdfast.core.digest import Digest, canonical
 from holdfast.core.group import ALONE, AnyGroup, Ranks, acting, share_out
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
-from holdfast.core.options import validated
+from holdfast.core.options import validate_arguments
 from holdfast.core.order import in_order
 from holdfast.core.patterns import Renames
 from holdfast.core.protocols import Store
@@ -54,7 +54,7 @@ from holdfast.engine.digest import compute_crcs, find_recorded_crc
 from holdfast.engine.equal import StoreRanges, compare_bytes, compare_ranges
 from holdfast.engine.scan import compare_block, cut_elements
 from holdfast.engine.threads import DEFAULT_THREADS, reading_threads, run_reads
-from holdfast.errors import located
+from holdfast.errors import error_context
 from holdfast.formats import format_of
 from holdfast.numeric.compare import ContentDifference, Tally
 from holdfast.numeric.dequantize import number_shape
@@ -94,7 +94,7 @@ def compare_tensors(
 
     def compare(number: int, start: int, stop: int, element_count: int) -> None:
         a, b = pairs[number]
-        with located(tensor=a.name):
+        with error_context(tensor=a.name):
             tally = compare_block(a, b, start, stop)
         with lock:
             tallies[number] += tally
@@ -107,7 +107,7 @@ def compare_tensors(
             report(nbytes_of(stored[number]))
             continue
         for tensor in pairs[number]:
-            with located(file=tensor.source.store.name, tensor=tensor.name):
+            with error_context(file=tensor.source.store.name, tensor=tensor.name):
                 tensor.check_expansion()
         first = pairs[number][0]
         # The elements of a paired dtype count as two.
@@ -382,7 +382,9 @@ class Diff(Shown):
 ORDERS = ("change", "name", "file")
 
 
-@validated(rename=lambda value, name: value if isinstance(value, bool) else pairs(value, name))
+@validate_arguments(
+    rename=lambda value, name: value if isinstance(value, bool) else pairs(value, name)
+)
 def diff(
     a: Openable | Checkpoint,
     b: Openable | Checkpoint,

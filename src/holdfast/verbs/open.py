@@ -18,7 +18,7 @@ from holdfast.core.arguments import rules as rules_of
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
 from holdfast.core.limits import DEFAULTS, Limits
-from holdfast.core.options import validated
+from holdfast.core.options import validate_arguments
 from holdfast.core.placement_rules import PlacementRule
 from holdfast.core.protocols import Source, Store
 from holdfast.core.quantities import shown
@@ -58,7 +58,7 @@ PATIENCE_S = 10.0
 open, and may be replaced during ten tries in a row."""
 
 
-@validated(rules=rules_of(PlacementRule))
+@validate_arguments(rules=rules_of(PlacementRule))
 def open(
     path: Openable,
     *,

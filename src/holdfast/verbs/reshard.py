@@ -22,8 +22,8 @@ from typing import Unpack
 from holdfast.core.arguments import rules as rules_of
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.options import ReshardOptions, validated
-from holdfast.core.patterns import matcher
+from holdfast.core.options import ReshardOptions, validate_arguments
+from holdfast.core.patterns import make_matcher
 from holdfast.core.placement_rules import PlacementRule, default_axes, parse_rule
 from holdfast.core.protocols import State
 from holdfast.core.value import replace
@@ -65,7 +65,7 @@ def lay_out_reshard(
         for a in r.axes
         if a not in mesh
     ]
-    meant = [matcher(rule.pattern) for rule in rules]
+    meant = [make_matcher(rule.pattern) for rule in rules]
     used: set[int] = set()
     placed: dict[str, Mapping[str, int]] = {}
     table = state.tensors
@@ -158,7 +158,7 @@ def local_box(
     return Box(tuple(start), tuple(stop))
 
 
-@validated(rules=rules_of(PlacementRule))
+@validate_arguments(rules=rules_of(PlacementRule))
 def reshard(
     src: Openable | Checkpoint, dst: str | os.PathLike[str], *, rules: Sequence[str | PlacementRule] = (),
     **options: Unpack[ReshardOptions],

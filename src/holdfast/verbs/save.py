@@ -20,7 +20,7 @@ from functools import partial
 from typing import Unpack, cast
 
 from holdfast.core.limits import Limits
-from holdfast.core.options import Progress, SaveOptions, pick, validated
+from holdfast.core.options import Progress, SaveOptions, pick_fields, validate_arguments
 from holdfast.core.protocols import State
 from holdfast.core.runtime import gc_paused
 from holdfast.core.value import replace
@@ -44,7 +44,7 @@ from holdfast.verbs.shared.planned import Planned, Saved, Writing, check_target,
 from holdfast.verbs.shared.state import tabulate_state
 
 
-@validated
+@validate_arguments
 def save(
     state: object, dst: str | os.PathLike[str] | Writer, **options: Unpack[SaveOptions]
 ) -> Saved:
@@ -79,8 +79,8 @@ def save(
     """
     state, path = order_content_and_path(state, dst)
     layout, writing, limits, progress = (
-        pick(Options, options),
-        pick(Writing, options),
+        pick_fields(Options, options),
+        pick_fields(Writing, options),
         options["limits"],
         options["progress"],
     )
@@ -121,7 +121,7 @@ def save(
         return replace(saved, notes=(*saved.notes, note))
 
 
-@validated
+@validate_arguments
 def to_bytes(
     state: object,
     format: str,

@@ -42,7 +42,7 @@ from holdfast.core.group import AnyGroup, Ranks, acting, share_out
 from holdfast.core.keys import check_key
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown, card, table
-from holdfast.core.options import validated
+from holdfast.core.options import validate_arguments
 from holdfast.core.registry import FORMATS_GROUP, find_plugins
 from holdfast.core.value import Value, replace
 from holdfast.engine.source import OpenSource
@@ -293,7 +293,7 @@ class ScanReport(Shown):
         return next((word for word in order if word in words), "nothing scanned")
 
 
-@validated
+@validate_arguments
 def scan(
     *paths: AnyPath | Iterable[AnyPath], limits: Limits | None = None, allow: AnyPath | Iterable[str] | None = None,
     code: bool = False, group: AnyGroup | None = None,

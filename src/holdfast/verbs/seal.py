@@ -14,7 +14,7 @@ from typing import Unpack
 
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
-from holdfast.core.options import SealOptions, validated
+from holdfast.core.options import SealOptions, validate_arguments
 from holdfast.core.quantities import seconds
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.errors import HoldfastError, NoSuchPath, NotCommitted
@@ -62,7 +62,7 @@ class NothingToSeal(NoSuchPath, NotCommitted):
     """A `NoSuchPath` of a verb that writes."""
 
 
-@validated
+@validate_arguments
 def seal(src: AnyPath, **options: Unpack[SealOptions]) -> Sealed:
     """Seal a folder that is written to its end, or a single file: every name, size and digest, the step and the metrics.
 

@@ -14,7 +14,13 @@ from operator import eq
 from typing import cast
 
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.patterns import Renames, matcher, rename_problems, renamer, unmatched
+from holdfast.core.patterns import (
+    Renames,
+    find_rename_problems,
+    find_unmatched_patterns,
+    make_matcher,
+    make_renamer,
+)
 from holdfast.core.sharing import identity
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
@@ -113,7 +119,7 @@ def chosen_sides(
             "rename= takes pairs of globs; whether tensors that moved are found is said by find_renamed="
         )
     rename = tuple(rename.items() if isinstance(rename, Mapping) else rename)
-    wanted = matcher("*" if filter is None else filter)
+    wanted = make_matcher("*" if filter is None else filter)
     names: list[str] = []
 
     def side_of(checkpoint: Checkpoint, own: Renames) -> Side:
@@ -142,14 +148,14 @@ def chosen_sides(
 
 
 def _renamer(checkpoint: Checkpoint, rename: Renames) -> Callable[[str], str]:
-    problems = rename_problems(rename)
+    problems = find_rename_problems(rename)
     if not problems and rename:
         names = [*checkpoint, *(dotted(path) for path, _ in leaf_paths(checkpoint.tree))]
-        unused = unmatched((old for old, _ in rename), names)
+        unused = find_unmatched_patterns((old for old, _ in rename), names)
         problems = [f"{pattern!r} matches nothing in {checkpoint.path!r}" for pattern in unused]
     if problems:
         raise CannotHold("these names cannot be changed so", problems)
-    return renamer(rename)
+    return make_renamer(rename)
 
 
 def _chosen(

@@ -18,14 +18,14 @@ from holdfast.core.arrays import matrix_shape
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
-from holdfast.core.options import validated
-from holdfast.core.patterns import matcher
+from holdfast.core.options import validate_arguments
+from holdfast.core.patterns import make_matcher
 from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checksums import Progress
 from holdfast.engine.scan import ElementBlock, cut_elements, scan
 from holdfast.engine.threads import reading_threads
-from holdfast.errors import located
+from holdfast.errors import error_context
 from holdfast.numeric.statistics import has_numbers
 from holdfast.numeric.zeros import ZeroCounter, ZeroCounts
 from holdfast.verbs.open import Openable, opened
@@ -83,7 +83,7 @@ class SparsityReport(TensorReport[TensorSparsity]):
     __slots__ = ()
 
 
-@validated
+@validate_arguments
 def sparsity(
     src: Openable | Checkpoint,
     pattern: str = "*",
@@ -100,7 +100,7 @@ def sparsity(
     workers = reading_threads(max_memory, threads)
     with opened(src, threads=1, limits=limits) as source:
         rows = find_zeros(
-            [source[name] for name in filter(matcher(pattern), source)],
+            [source[name] for name in filter(make_matcher(pattern), source)],
             threads=workers,
             progress=progress,
         )
@@ -115,7 +115,7 @@ def find_zeros(
     labels: list[str] = []
     for stored, tensor in decoded_pairs(tensors):
         if has_numbers(tensor) and not tensor.dtype.paired:
-            with located(tensor=tensor.name):
+            with error_context(tensor=tensor.name):
                 tensor.check_expansion()
             wanted.append(tensor)
             labels.append(stored.traits.dtype_label(stored.dtype))

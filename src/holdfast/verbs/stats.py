@@ -17,16 +17,16 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.group import ALONE, AnyGroup, Ranks, acting, share_out
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
-from holdfast.core.options import validated
+from holdfast.core.options import validate_arguments
 from holdfast.core.order import in_order
-from holdfast.core.patterns import matcher
+from holdfast.core.patterns import make_matcher
 from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checksums import Progress
 from holdfast.engine.computed import numbers_of, undecoded_notes
 from holdfast.engine.scan import BLOCK_ELEMENTS, scan
 from holdfast.engine.threads import reading_threads
-from holdfast.errors import NoSuchTensor, located
+from holdfast.errors import NoSuchTensor, error_context
 from holdfast.numeric.statistics import Moments, NumberStats, has_numbers, is_counted_by_pattern
 from holdfast.verbs.nonfinite import describe_nonfinite, element_index
 from holdfast.verbs.open import Openable, compare_opened, opened
@@ -115,7 +115,7 @@ def listed(rows: Iterable[TensorStats]) -> list[TensorStats]:
     return sorted(ordered, key=is_nonfinite, reverse=True)
 
 
-@validated
+@validate_arguments
 def stats(
     src: Openable | Checkpoint,
     pattern: str = "*",
@@ -144,7 +144,9 @@ def stats(
 
 def chosen(source: Checkpoint, pattern: str | None) -> list[LazyTensor]:
     """The tensors whose names match a glob: of None all, and of any other at least one, or `NoSuchTensor` is raised."""
-    found = [source[name] for name in filter(matcher("*" if pattern is None else pattern), source)]
+    found = [
+        source[name] for name in filter(make_matcher("*" if pattern is None else pattern), source)
+    ]
     if not found and pattern not in (None, "*"):
         raise NoSuchTensor(
             f"no tensor in the checkpoint is called {pattern!r}", file=source.path, found=pattern
@@ -163,7 +165,7 @@ def measure(
     labels: list[str] = []
     for stored, tensor in decoded_pairs(tensors):
         if has_numbers(tensor):
-            with located(tensor=tensor.name):
+            with error_context(tensor=tensor.name):
                 tensor.check_expansion()
             wanted.append(tensor)
             labels.append(stored.traits.dtype_label(stored.dtype))

@@ -27,7 +27,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.group import ALONE, AnyGroup, Ranks, acting, compare_marks
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
-from holdfast.core.options import validated
+from holdfast.core.options import validate_arguments
 from holdfast.core.protocols import Description, Store
 from holdfast.core.quantities import Size
 from holdfast.core.registry import find_hook
@@ -48,8 +48,8 @@ from holdfast.errors import (
     RanksFailed,
     Replaced,
     UnknownFormat,
-    detached,
-    located,
+    drop_tracebacks,
+    error_context,
 )
 from holdfast.formats import file_suffixes, format_of
 from holdfast.formats.detect import detect
@@ -159,7 +159,7 @@ class VerifyReport(Shown):
         yield "verdict", self.verdict
 
 
-@validated
+@validate_arguments
 def verify(
     src: Openable | Checkpoint,
     *,
@@ -330,7 +330,7 @@ class Verification:
             except OF_RANKS:
                 raise
             except HoldfastError as error:
-                failed = detached(error)
+                failed = drop_tracebacks(error)
         except HoldfastError as error:
             self.refuse(path, error)
             return
@@ -448,7 +448,7 @@ class Verification:
         archives: tuple[str, ...] = ()
         check: Callable[[], Sequence[str]] | None = None
         description: Description | None = None
-        with located(file=path), gc_paused():
+        with error_context(file=path), gc_paused():
             try:
                 format = detect(source)
                 description = format.describe(source)
@@ -599,7 +599,7 @@ class Verification:
                 found.source, key, (start, start + nbytes), content_nbytes=content_nbytes
             )
         except HoldfastError as error:
-            outcome = detached(error)
+            outcome = drop_tracebacks(error)
         self._checked += 0 if isinstance(outcome, HoldfastError) else nbytes
         if outcome != found.stored.crcs.item(number):
             self._enter(found, number, outcome, found.file(number, path))
@@ -719,6 +719,6 @@ def _pieces(table: Table, lost: list[tuple[str, HoldfastError]]) -> Iterator[Sto
             try:
                 storage.start  # noqa: B018  # what does not know its place yet looks for it now
             except HoldfastError as error:
-                lost.append((table.names[row], detached(error)))
+                lost.append((table.names[row], drop_tracebacks(error)))
             else:
                 yield row, storage, find_store(tensor.source, storage.key)

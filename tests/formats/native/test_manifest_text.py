@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.documents import proven
+from holdfast.core.documents import decode_canonical
 from holdfast.core.limits import Limits
 from holdfast.engine.saves import Late, Literal, check_length
 from holdfast.formats.native.manifest import FileBoxes, Outlines, StoredBoxes, lay_out_index
@@ -95,7 +95,7 @@ def test_it_is_the_text_of_its_schema(
     assert isinstance(late, Late)
     # `check_length` compares the length of the text with the one that the plan foretold.
     assert check_length(late.make({}), late.nbytes) == literal.data
-    found = proven(DOCUMENT, literal.data)
+    found = decode_canonical(DOCUMENT, literal.data)
     assert found is not None  # msgspec writes the very same text
     wanted: dict[str, list[StoredChunk]] = {}
     for tensor, chunk in sorted(

@@ -51,7 +51,7 @@ class MemorySource:
         self.limits = limits or Limits()
         self.nbytes_read = 0
 
-    def first(self, key: str, nbytes: int) -> bytes:
+    def read_head(self, key: str, nbytes: int) -> bytes:
         return self.bytes(key, 0, min(nbytes, self.store.size(key)))
 
     def bytes(self, key: str, start: int, stop: int) -> bytes:

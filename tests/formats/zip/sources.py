@@ -27,7 +27,7 @@ class BytesSource:
     def size(self, key: str) -> int:
         return len(self.content)
 
-    def first(self, key: str, nbytes: int) -> bytes:
+    def read_head(self, key: str, nbytes: int) -> bytes:
         return self.bytes(key, 0, min(nbytes, self.store.size(key)))
 
     def bytes(self, key: str, start: int, stop: int) -> bytes:

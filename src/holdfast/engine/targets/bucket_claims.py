@@ -34,7 +34,7 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.core.documents import DocumentKind, read_document, write_document
+from holdfast.core.documents import DocumentType, read_document, write_document
 from holdfast.core.value import Value
 from holdfast.engine.commit.target import refusal
 from holdfast.engine.targets.bucket_commit import PrefixSave, save_id
@@ -63,7 +63,7 @@ class ClaimContent(msgspec.Struct, frozen=True):
     folders: tuple[str, ...]
 
 
-DOCUMENT = DocumentKind(name="claim", decoder=msgspec.json.Decoder(ClaimContent), most=MOST_NBYTES)
+DOCUMENT = DocumentType(name="claim", decoder=msgspec.json.Decoder(ClaimContent), most=MOST_NBYTES)
 
 
 class Claim:

@@ -43,7 +43,7 @@ from holdfast.errors import (
     LimitExceeded,
     NotCommitted,
     StoreError,
-    detached,
+    drop_tracebacks,
 )
 from holdfast.stores.remote.client import Bucket, bucket_of
 from holdfast.stores.remote.failures import ConditionFailed, pauses
@@ -112,7 +112,7 @@ def claimed(
             bucket.put(key, mine, create=not force)
             break
         except StoreError as error:
-            failed = detached(error)
+            failed = drop_tracebacks(error)
         held = is_mine()
         if held:
             break

@@ -48,7 +48,7 @@ from types import TracebackType
 
 import msgspec
 
-from holdfast.core.documents import message_kind, read_document, write_document
+from holdfast.core.documents import message_type, read_document, write_document
 from holdfast.core.group import Ranks
 from holdfast.engine.targets.target import Target
 from holdfast.errors import RankLost, RanksFailed
@@ -63,7 +63,7 @@ class Task(msgspec.Struct):
     """What the rank writes, as a document of the kind of save."""
 
 
-TASK = message_kind("task of a rank", Task)
+TASK = message_type("task of a rank", Task)
 
 
 class JointSave:

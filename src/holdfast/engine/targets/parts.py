@@ -21,7 +21,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from holdfast.core.documents import message_kind, read_document, write_document
+from holdfast.core.documents import message_type, read_document, write_document
 from holdfast.core.group import Ranks, check_same, deal
 from holdfast.core.value import Value, replace
 from holdfast.engine.saves import Data, FilePlan, Gathered, SavePlan
@@ -145,9 +145,9 @@ class PartReceipt(msgspec.Struct):
     findings: bytes
 
 
-WORK = message_kind("division of a plan", PartWork)
-RECEIPT = message_kind("receipt of a part", PartReceipt)
-FOUND = message_kind("list of findings", list[bytes])
+WORK = message_type("division of a plan", PartWork)
+RECEIPT = message_type("receipt of a part", PartReceipt)
+FOUND = message_type("list of findings", list[bytes])
 
 
 class Findings:

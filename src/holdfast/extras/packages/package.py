@@ -26,7 +26,7 @@ from typing import Literal, Unpack
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
 from holdfast.core.limits import Limits
-from holdfast.core.options import PackageOptions, ReplaceOptions, pick, validated
+from holdfast.core.options import PackageOptions, ReplaceOptions, pick_fields, validate_arguments
 from holdfast.core.protocols import Source, State, Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import dict_leaves
@@ -63,7 +63,7 @@ Deduplicate = Literal["storage", "content"]
 EXTRACT = "extract the weights alone first (convert)"
 
 
-@validated
+@validate_arguments
 def package(
     models: Mapping[str, object], dst: str | os.PathLike[str], **options: Unpack[PackageOptions]
 ) -> Saved:
@@ -83,7 +83,7 @@ def plan_package(
     models: Mapping[str, object], dst: str | os.PathLike[str], options: PackageOptions
 ) -> Planned[Saved]:
     """Lay out a package. With `deduplicate="content"`, what looks equal is read and compared."""
-    target, writing = place_of(dst), pick(Writing, options)
+    target, writing = place_of(dst), pick_fields(Writing, options)
     format, deduplicate = options["format"], options["deduplicate"]
     among, suffix = [one for one in FORMATS if one.packages], suffix_of(target)
     if format is not None:
@@ -348,7 +348,7 @@ def share_files(state: State) -> State:
     return with_table(state, lazy_table(table.names, [*map(moved, tensors)]))
 
 
-@validated
+@validate_arguments
 def replace_weights(
     src: Openable | Checkpoint,
     dst: str | os.PathLike[str] | None = None,

@@ -36,7 +36,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.digest import canonical
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
-from holdfast.core.options import InPlaceOptions, Progress, validated
+from holdfast.core.options import InPlaceOptions, Progress, validate_arguments
 from holdfast.core.protocols import State
 from holdfast.core.quantities import Size
 from holdfast.core.sharing import several, shared_rows
@@ -172,7 +172,7 @@ class AliasGraph(Shown):
         return "\n".join(["; ".join(totals), *map(str, groups), *more, *self.notes])
 
 
-@validated
+@validate_arguments
 def alias_graph(
     src: Openable | Checkpoint | Mapping[str, object],
     *,
@@ -429,7 +429,7 @@ class Tied(Saved):
         return "\n".join([*self.listing(), *self.notes])
 
 
-@validated
+@validate_arguments
 def tie(
     src: Openable | Checkpoint,
     dst: str | os.PathLike[str] | None = None,

@@ -21,7 +21,7 @@ import torch
 from torch._export.serde.serialize import _dataclass_to_dict, serialize_tensor_meta
 from torch.export import ExportedProgram
 
-from holdfast.core.options import validated
+from holdfast.core.options import validate_arguments
 from holdfast.core.quantities import Size, shown
 from holdfast.core.runtime import gc_paused
 from holdfast.core.tensor import LazyTensor
@@ -41,7 +41,7 @@ PROTOCOL = 2
 """The protocol of pickles in the archive: torch's `DEFAULT_PICKLE_PROTOCOL`."""
 
 
-@validated
+@validate_arguments
 def package_program(
     exported_programs: ExportedProgram | Mapping[str, ExportedProgram],
     dst: str | os.PathLike[str],

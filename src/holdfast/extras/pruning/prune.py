@@ -24,9 +24,9 @@ from typing import Unpack
 
 from holdfast.core.arguments import rules as rules_of
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.documents import message_kind, read_document, write_document
+from holdfast.core.documents import message_type, read_document, write_document
 from holdfast.core.group import exchange, share_out
-from holdfast.core.options import Progress, PruneOptions, validated
+from holdfast.core.options import Progress, PruneOptions, validate_arguments
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import plural
@@ -128,7 +128,7 @@ class Pruned(Saved):
         return sum(tensor.zeros for tensor in self.tensors) / self.size if self.size else 0.0
 
 
-@validated(rules=rules_of(PruningRule))
+@validate_arguments(rules=rules_of(PruningRule))
 def prune(
     src: Openable | Checkpoint,
     dst: str | os.PathLike[str],
@@ -229,7 +229,7 @@ def _jobs(
     return jobs
 
 
-TALLIES = message_kind("list of losses", list[list[TallyPart]])
+TALLIES = message_type("list of losses", list[list[TallyPart]])
 
 
 class TallyFindings(Findings):

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.core.chunk import Storage
-from holdfast.core.patterns import matcher
+from holdfast.core.patterns import make_matcher
 from holdfast.core.protocols import State
 from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
@@ -228,7 +228,7 @@ def assign(
     whole = {
         identity(part, stored_alias=True): one.kind for one in wholes for part in one.parts.values()
     }
-    meant = [matcher(rule.pattern) for rule in rules]
+    meant = [make_matcher(rule.pattern) for rule in rules]
     matched = [0] * len(rules)
     decided = [0] * len(rules)
     jobs: dict[View, Job] = {}

@@ -17,7 +17,7 @@ import numpy as np
 
 from holdfast.core.arrays import Ints, matrix_shape
 from holdfast.core.box import Box
-from holdfast.core.documents import message_kind, read_document, write_document
+from holdfast.core.documents import message_type, read_document, write_document
 from holdfast.core.group import Ranks, deal, exchange, share_out, telling
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
@@ -285,7 +285,7 @@ def _look(waiting: Sequence[KeyPass], threads: int, progress: Progress | None) -
     scan(tensors, waiting.__getitem__, cuts.__getitem__, threads=threads, progress=progress)
 
 
-PASS = message_kind("counts of a pass", tuple[bytes | None, list[tuple[str, bytes]]])
+PASS = message_type("counts of a pass", tuple[bytes | None, list[tuple[str, bytes]]])
 
 
 FoundKey = tuple[int, tuple[int, ...]]

@@ -38,7 +38,7 @@ from holdfast.core.tiling import first_overlap, tiles
 from holdfast.core.tree import Way, path_to, plainly, rebuild, refilled
 from holdfast.core.value import Value, replace
 from holdfast.engine.files import ViewTable
-from holdfast.errors import LimitExceeded, MetadataError, ReplicasDiffer, Unsupported, located
+from holdfast.errors import LimitExceeded, MetadataError, ReplicasDiffer, Unsupported, error_context
 from holdfast.formats.torch.zip import PickleReader, saved_archive
 from holdfast.stores.virtual import Virtual, VirtualFile, tensor_stamp
 
@@ -67,7 +67,7 @@ class Assembly(Virtual):
 
     def __init__(self, source: Source) -> None:
         super().__init__(over=source.store)
-        self.source: Source = source.over(self)
+        self.source: Source = source.with_store(self)
         """The source of all tensors."""
         self._known: dict[tuple[object, ...], Storage] = {}
         self.unequal: dict[str, str] = {}
@@ -252,7 +252,7 @@ class RankFile(Value):
 
 def read_rank(source: Source, rank: int, key: str) -> RankFile:
     """Read the pickle of one rank's file. Its tensors lie in the store of the folder, under the key of the file."""
-    with located(file=key):
+    with error_context(file=key):
         archive = saved_archive(source, key)
         if archive.get("constants.pkl") is not None:
             raise Unsupported("a TorchScript archive is no rank's file")

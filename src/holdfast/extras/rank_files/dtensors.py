@@ -36,7 +36,7 @@ from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.text import listed
 from holdfast.core.tree import Contents, contents, walk
 from holdfast.core.value import Value, replace
-from holdfast.errors import MetadataError, Unsupported, located
+from holdfast.errors import MetadataError, Unsupported, error_context
 from holdfast.extras.rank_files.assemble import (
     Allowance,
     Assembly,
@@ -321,7 +321,7 @@ class _Joined:
         return replace(first, parts=parts)
 
     def _dtensor(self, name: str, found: Mapping[int, Opaque]) -> LazyTensor:
-        with located(tensor=name):
+        with error_context(tensor=name):
             claims = {rank: self._claim(value, rank) for rank, value in found.items()}
             self._check_meshes(claims)
             first = next(iter(claims.values()))

@@ -32,7 +32,7 @@ from typing import cast
 
 from holdfast.core.box import Box
 from holdfast.core.opaque import Opaque
-from holdfast.core.patterns import matcher
+from holdfast.core.patterns import make_matcher
 from holdfast.core.placement_rules import parse_rule
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
@@ -45,7 +45,7 @@ from holdfast.errors import (
     LimitExceeded,
     MetadataError,
     Unsupported,
-    located,
+    error_context,
 )
 from holdfast.extras.rank_files.assemble import (
     Assembly,
@@ -223,7 +223,7 @@ class _Iteration:
                 file=self.ranks[0].file.key,
             )
         for rule in self.own:
-            if not any(map(matcher(rule.pattern), parameters)):
+            if not any(map(make_matcher(rule.pattern), parameters)):
                 raise BadPlacement(f"rule {rule.pattern!r} matches no tensor")
         weights = {name: self._tensor(name, copies) for name, copies in parameters.items()}
         kept = {
@@ -290,7 +290,7 @@ class _Iteration:
         own = sorted((rank for rank in self.ranks if rank.pp == pp), key=lambda rank: rank.tp)
         flats = []
         for rank in own:
-            with located(file=rank.file.key):
+            with error_context(file=rank.file.key):
                 flats.append(self._flatten(rank.content.get(key)))
         for rank, flat in zip(own[1:], flats[1:], strict=True):
             differing = sorted(flat.keys() ^ flats[0].keys())
@@ -323,12 +323,12 @@ class _Iteration:
         return found
 
     def _tensor(self, name: str, tensors: Copies) -> LazyTensor:
-        rule = next((rule for rule in self.rules if matcher(rule.pattern)(name)), None)
+        rule = next((rule for rule in self.rules if make_matcher(rule.pattern)(name)), None)
         if rule is None or not rule.axes or self.tp == 1:
             return self.assembly.replica(
                 name, [(rank.file.rank, tensor) for rank, tensor in tensors]
             )
-        with located(tensor=name):
+        with error_context(tensor=name):
             axis, first = rule.axes["tp"], tensors[0][1]
             for rank, tensor in tensors:
                 if tensor.shape != first.shape or tensor.dtype is not first.dtype:

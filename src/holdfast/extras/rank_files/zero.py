@@ -34,7 +34,7 @@ from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import listed
 from holdfast.core.value import replace
-from holdfast.errors import FormatError, MetadataError, Unsupported, located
+from holdfast.errors import FormatError, MetadataError, Unsupported, error_context
 from holdfast.extras.rank_files.assemble import (
     Assembly,
     RankFile,
@@ -81,7 +81,7 @@ class Universal:
             self.files.append(file)
             value = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
             if isinstance(value, LazyTensor):
-                with located(file=key, tensor=name):
+                with error_context(file=key, tensor=name):
                     value = _shaped(
                         assembly.replica(name, [(0, value)]), shapes.get(name), assembly.source
                     )
@@ -249,7 +249,7 @@ class _Step:
         self._check_ranks(files)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        with located(file=self.models[0].key):
+        with error_context(file=self.models[0].key):
             groups = shapes_of(
                 self.contents[0].get("param_shapes") or [], "param_shapes", self.limits
             )
@@ -304,7 +304,7 @@ class _Step:
         masters: dict[str, LazyTensor] = {}
         optimizer: dict[object, object] = {}
         if self.optimizers:
-            with located(file=self.models[0].key):
+            with error_context(file=self.models[0].key):
                 shapes = shapes_of(
                     self.contents[0].get("param_shapes"), "param_shapes", self.limits
                 )
@@ -320,7 +320,7 @@ class _Step:
             self.notes.append(
                 "there are no optimizer files, so these are the weights as the model had them, and no others"
             )
-        with located(file=self.models[0].key):
+        with error_context(file=self.models[0].key):
             frozen = self._frozen()
             return self._named(masters, frozen), optimizer
 
@@ -339,7 +339,7 @@ class _Step:
                 for own in fragments
                 if isinstance(own, dict) and isinstance(part := own.get(name), LazyTensor)
             ]
-            with located(tensor=name):
+            with error_context(tensor=name):
                 if len(parts) != len(self.models):
                     raise MetadataError(
                         "not every model file has its part of this frozen parameter"

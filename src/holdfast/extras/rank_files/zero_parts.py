@@ -32,7 +32,7 @@ from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import Source, Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
-from holdfast.errors import FormatError, MetadataError, Unsupported, located
+from holdfast.errors import FormatError, MetadataError, Unsupported, error_context
 from holdfast.extras.rank_files.assemble import RankFile
 from holdfast.formats.torch.tensors import brief, checked_shape
 
@@ -158,7 +158,7 @@ class ParameterRange(Value):
 
 
 def optimizer_of(file: RankFile) -> Optimizer:
-    with located(file=file.key):
+    with error_context(file=file.key):
         content = file.tree.get("optimizer_state_dict") if isinstance(file.tree, dict) else None
         if not isinstance(content, dict) or "zero_stage" not in content:
             raise FormatError(
@@ -238,7 +238,7 @@ def shapes_of(value: object, what: str, limits: Limits) -> list[Shapes]:
                     f"{what} has a name twice, or one that is no text", found=brief(name)
                 )
             seen.add(name)
-            with located(tensor=name):
+            with error_context(tensor=name):
                 shapes[name] = checked_shape(size, limits)
         found.append(shapes)
     return found
@@ -302,7 +302,7 @@ def flat_groups(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) -> Fl
     """The places of all parameters. Raises where the files contradict each other or the shapes."""
     first = optimizers[0]
     for other in optimizers:
-        with located(file=other.key):
+        with error_context(file=other.key):
             if (other.stage, other.partitions) != (first.stage, first.partitions):
                 raise FormatError(
                     f"it is of stage {other.stage} with {other.partitions} ranks, and the file of rank {first.rank} of stage "

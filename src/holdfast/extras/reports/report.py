@@ -21,8 +21,8 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.group import ALONE, AnyGroup, Ranks, acting, compare_marks, share_out
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import card
-from holdfast.core.options import validated
-from holdfast.core.patterns import matcher
+from holdfast.core.options import validate_arguments
+from holdfast.core.patterns import make_matcher
 from holdfast.core.quantities import Size, byte_count
 from holdfast.core.registry import find_hook
 from holdfast.core.tensor import LazyTensor
@@ -178,7 +178,7 @@ class Prepared(Value):
     make: Callable[[Progress | None], Made]
 
 
-@validated
+@validate_arguments
 def report(
     src: Openable | Checkpoint,
     other: Openable | Checkpoint | None = None,
@@ -249,7 +249,7 @@ class _Looked:
         self, src: Openable | Checkpoint, checkpoint: Checkpoint, asked: ReportRequest
     ) -> None:
         self.checkpoint, self.asked = checkpoint, asked
-        self.found = look(checkpoint, None if asked.filter is None else matcher(asked.filter))
+        self.found = look(checkpoint, None if asked.filter is None else make_matcher(asked.filter))
         if asked.filter is not None and not self.found.tensors:
             raise NoSuchTensor(
                 f"no tensor in the checkpoint is called {asked.filter!r}",

@@ -45,7 +45,7 @@ from typing import Annotated
 
 import msgspec
 
-from holdfast.core.documents import FAILURES, DocumentKind, write_document
+from holdfast.core.documents import FAILURES, DocumentType, write_document
 from holdfast.core.keys import DATA, sibling_key
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value, replace
@@ -237,7 +237,7 @@ class RunBucket(RunPlace):
         sizes.update(self._lengths.get(step.name, {step.path: step.nbytes}))
         return sizes
 
-    def read_record(self, kind: DocumentKind[D]) -> D | None:
+    def read_record(self, kind: DocumentType[D]) -> D | None:
         got = find_existing(self.bucket.whole, self.key(kind.file), MOST_NBYTES)
         return None if got is None else decode_document(bytes(got.data), kind)
 
@@ -367,7 +367,7 @@ class RunBucket(RunPlace):
             f"a save uses {len(left):,} objects of deleted steps; a sweep of the run deletes what nobody names"
         ]
 
-    def _fetch(self, kind: DocumentKind[D]) -> tuple[D | None, str | None, bytes]:
+    def _fetch(self, kind: DocumentType[D]) -> tuple[D | None, str | None, bytes]:
         """A document of the run, its etag, and its text; None for one that is damaged, but for pins."""
         got = find_existing(self.bucket.whole, self.key(kind.file), MOST_NBYTES)
         if got is None:
@@ -380,7 +380,7 @@ class RunBucket(RunPlace):
             found = None
         return found, got.found.etag, bytes(got.data)
 
-    def change_record(self, kind: DocumentKind[D], change: Change[D], *, durable: bool) -> None:
+    def change_record(self, kind: DocumentType[D], change: Change[D], *, durable: bool) -> None:
         """As `RunPlace.change_record`; again where somebody was faster.
 
         Its answer may be lost, so what is there is compared with what was put, as for a manifest: each text has a name of its own.

@@ -20,7 +20,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
-from holdfast.core.documents import DocumentKind, write_document
+from holdfast.core.documents import DocumentType, write_document
 from holdfast.core.value import Value, replace
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.commit.temporaries import (
@@ -300,14 +300,14 @@ class RunDirectory(RunPlace):
                         found[name] = entry
         return found
 
-    def read_record(self, kind: DocumentKind[D]) -> D | None:
+    def read_record(self, kind: DocumentType[D]) -> D | None:
         try:
             with self.opened() as (files, at):
                 return _read_record(files, kind, at=at)
         except FileNotFoundError:
             return None
 
-    def change_record(self, kind: DocumentKind[D], change: Change[D], *, durable: bool) -> None:
+    def change_record(self, kind: DocumentType[D], change: Change[D], *, durable: bool) -> None:
         try:
             with turn(self) if kind.file == PINS.file else self.opened() as (files, at):
                 try:
@@ -403,7 +403,7 @@ def open_for_writing(folder: RunDirectory, record: RunRecord, *, durable: bool) 
     return lock
 
 
-def _read_record(files: Files, kind: DocumentKind[D], *, at: int) -> D | None:
+def _read_record(files: Files, kind: DocumentType[D], *, at: int) -> D | None:
     there = files.stat(kind.file, dir_fd=at)
     if there is None:
         return None

@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import Struct
 
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.protocols import Request, by_source
+from holdfast.core.protocols import Request, group_by_source
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.text import listed
 from holdfast.core.tree import Unrolled, Way, name_at, plainly, rebuild, unroll
@@ -107,7 +107,7 @@ def fill(into: object, checkpoint: Checkpoint, *, checked: bool = False) -> obje
 
 
 def _read(fit: Fit) -> None:
-    for source, requests in by_source(fit.requests).items():
+    for source, requests in group_by_source(fit.requests).items():
         source.read(requests)
 
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 
 import msgspec
 
-from holdfast.core.documents import DocumentKind, read_document, write_document
+from holdfast.core.documents import DocumentType, read_document, write_document
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.commit.temporaries import NO_LOCKS, LockedName, locked
 from holdfast.errors import FormatError, LimitExceeded, NotCommitted
@@ -52,7 +52,7 @@ class Holder(msgspec.Struct, frozen=True):
         return f"process {self.pid} on {self.host}, since {when}"
 
 
-DOCUMENT = DocumentKind(
+DOCUMENT = DocumentType(
     name="lock", file=LOCK, decoder=msgspec.json.Decoder(Holder), most=MOST_NBYTES
 )
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Protocol
 
-from holdfast.core.documents import DocumentKind
+from holdfast.core.documents import DocumentType
 from holdfast.errors import NoSuchStep
 from holdfast.extras.runs.lock import Holder, RunLock
 from holdfast.extras.runs.record import (
@@ -84,10 +84,10 @@ class RunPlace(Protocol):
 
     # Documents. Reading one raises `HeaderError` if it cannot be understood.
 
-    def read_record(self, kind: DocumentKind[D]) -> D | None:
+    def read_record(self, kind: DocumentType[D]) -> D | None:
         """Return a document of the run; None if it does not exist."""
 
-    def change_record(self, kind: DocumentKind[D], change: Change[D], *, durable: bool) -> None:
+    def change_record(self, kind: DocumentType[D], change: Change[D], *, durable: bool) -> None:
         """Replace a document by what `change` makes of it, while nobody else does.
 
         A damaged document counts as none, except pins: without them, steps would be deleted.

@@ -18,10 +18,16 @@ from typing import Literal, NamedTuple, TypeVar, Unpack, overload
 import torch.distributed as dist
 
 from holdfast.core.arguments import one_of
-from holdfast.core.documents import message_kind, read_document, write_document
+from holdfast.core.documents import message_type, read_document, write_document
 from holdfast.core.group import UNCHANGED, Ranks, together
 from holdfast.core.opaque import AnyValue
-from holdfast.core.options import DEADLINE, AsyncRankStepOptions, RankStepOptions, pick, validated
+from holdfast.core.options import (
+    DEADLINE,
+    AsyncRankStepOptions,
+    RankStepOptions,
+    pick_fields,
+    validate_arguments,
+)
 from holdfast.core.value import replace
 from holdfast.errors import Corrupted, FormatError, HoldfastError, HoldfastWarning, RanksFailed
 from holdfast.extras.runs.fill import unharmed
@@ -56,8 +62,8 @@ class Signalled(NamedTuple):
 
 
 SIGNALLED, STEPS = (
-    message_kind("answer about signals", Signalled),
-    message_kind("list of steps", list[Step]),
+    message_type("answer about signals", Signalled),
+    message_type("list of steps", list[Step]),
 )
 
 
@@ -67,7 +73,7 @@ class Run(PlainRun):
     As `holdfast.Run`; `group` and `deadline` are those of `save_sharded`.
     """
 
-    @validated
+    @validate_arguments
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -90,7 +96,7 @@ class Run(PlainRun):
         self._calls_left = self._calls_asked = 1
         self._asked_s: float | None = None
 
-    @validated(step=read_step)
+    @validate_arguments(step=read_step)
     def save(  # type: ignore[override]  # what several ranks need to say in addition, and no shards by size
         self, step: int, state: Stateful | Mapping[str, object], **options: Unpack[RankStepOptions]
     ) -> Step | None:
@@ -113,7 +119,7 @@ class Run(PlainRun):
         self._record_times(saved, stalled_s=time.perf_counter() - began, took_s=took)
         return saved
 
-    @validated(step=read_step)
+    @validate_arguments(step=read_step)
     def async_save(
         self,
         step: int,
@@ -235,7 +241,7 @@ class Run(PlainRun):
         self, into: T, *, deep: bool = ..., strict: bool = ..., per_rank: PerRank = ..., cast: bool = ...,
         threads: int | None = ...,
     ) -> T | None: ...  # fmt: skip
-    @validated(per_rank=one_of("own", "keep"))
+    @validate_arguments(per_rank=one_of("own", "keep"))
     def resume(
         self,
         into: Stateful | Mapping[str, object] | None = None,
@@ -355,7 +361,7 @@ class Run(PlainRun):
 
         # Of the stamps of all ranks, the first one's is kept.
         metadata = self._folder.with_stamp(options["metadata"], stamp)
-        return pick(
+        return pick_fields(
             SaveRequest,
             {**options, "metadata": metadata},
             path=self._step_path(step),

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from holdfast.core.documents import DocumentKind, read_document
+from holdfast.core.documents import DocumentType, read_document
 from holdfast.errors import BadArgument, HeaderError, LimitExceeded, Unsupported
 from holdfast.extras.runs.rules import Rule, read_rules
 from holdfast.stores.remote.url import Stamps
@@ -120,8 +120,8 @@ class Receipts(msgspec.Struct, frozen=True, kw_only=True):
 D = TypeVar("D", RunRecord, Pins, Doubts, Receipts)
 
 
-def _kind(format: str, name: str, type: type[D]) -> DocumentKind[D]:
-    return DocumentKind(
+def _kind(format: str, name: str, type: type[D]) -> DocumentType[D]:
+    return DocumentType(
         name=name, file=f"{format}.json", decoder=msgspec.json.Decoder(type), format=format, versions=(1,), most=MOST_NBYTES,
         indent=1,
     )  # fmt: skip
@@ -133,7 +133,7 @@ DOUBTS = _kind("holdfast.doubts", "list of doubts", Doubts)
 EXPORTS = _kind("holdfast.exports", "list of exports", Receipts)
 
 
-def decode_document(raw: bytes, kind: DocumentKind[D]) -> D:
+def decode_document(raw: bytes, kind: DocumentType[D]) -> D:
     """Return the document in a text. Raises `HeaderError` if the text cannot be understood."""
     try:
         return read_document(kind, raw)

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack, overload
 
 from holdfast.core.arguments import one_of
 from holdfast.core.opaque import AnyValue
-from holdfast.core.options import RECORD_OPTIONS, Option, StoreOption, switch, validated
+from holdfast.core.options import RECORD_OPTIONS, Option, StoreOption, switch, validate_arguments
 from holdfast.core.quantities import Size, byte_count, seconds, shown
 from holdfast.core.runtime import gc_paused, renewed
 from holdfast.core.value import replace
@@ -163,7 +163,7 @@ class Run(RunView):
     apart by a lock: of two saves of one step one is published, and the other is told.
     """
 
-    @validated
+    @validate_arguments
     def __init__(self, path: str | os.PathLike[str], **options: Unpack[RunOptions]) -> None:
         durable, grace, budget = options["durable"], options["grace"], options["budget"]
         self._signals = read_run_signals(options["signals"])
@@ -287,7 +287,7 @@ class Run(RunView):
 
     # Saving.
 
-    @validated(step=read_step, metrics=read_metrics)
+    @validate_arguments(step=read_step, metrics=read_metrics)
     def save(
         self,
         step: int,
@@ -354,7 +354,7 @@ class Run(RunView):
 
     # Ending.
 
-    @validated(signals=read_signals, grace=seconds)
+    @validate_arguments(signals=read_signals, grace=seconds)
     def stopping(
         self,
         *,

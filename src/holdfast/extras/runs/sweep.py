@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from datetime import datetime, timedelta
 
 from holdfast.core.keys import DATA
-from holdfast.core.options import validated
+from holdfast.core.options import validate_arguments
 from holdfast.core.quantities import seconds
 from holdfast.core.value import Value
 from holdfast.engine.commit.target import refusal
@@ -58,7 +58,7 @@ class Swept(Value):
     """Whether they were deleted; a dry run deletes nothing."""
 
 
-@validated(grace=seconds)
+@validate_arguments(grace=seconds)
 def sweep(
     path: str | os.PathLike[str],
     *,

@@ -29,7 +29,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from holdfast.core.crc import crc32
-from holdfast.core.documents import SELF, DocumentKind, hexadecimal, read_document, write_document
+from holdfast.core.documents import SELF, DocumentType, parse_crc, read_document, write_document
 from holdfast.core.dtype import DType
 from holdfast.core.keys import is_plain_path
 from holdfast.core.limits import Limits
@@ -49,7 +49,7 @@ from holdfast.errors import (
     Truncated,
     UnsafePath,
     Unsupported,
-    located,
+    error_context,
 )
 from holdfast.formats.dcp.schema import (
     Item,
@@ -76,7 +76,7 @@ class SideFileFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sealed: str | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name=SELF)
 
 
-DOCUMENT = DocumentKind(
+DOCUMENT = DocumentType(
     name="file with the checksum of the index", file=BESIDE, decoder=msgspec.json.Decoder(SideFileFields), versions=(1,),
     since={SELF: 1}, most=MOST_NBYTES, remedy="nothing else needs it, and it may be deleted",
 )  # fmt: skip
@@ -104,7 +104,7 @@ def _compare_with_checksum(source: Source, metadata: bytes) -> Corrupted | None:
             f"the save was meant, delete {BESIDE}"
         )
         return Corrupted(message, file=METADATA, expected=recorded.nbytes)
-    expected, actual = hexadecimal(recorded.crc32), crc32(metadata)
+    expected, actual = parse_crc(recorded.crc32), crc32(metadata)
     if actual != expected:
         message = (
             f"the index does not have the checksum that {BESIDE} records ({recorded.crc32}, not {actual:08x}): it changed after it "
@@ -164,7 +164,7 @@ def read_index(source: Source, *, rank: int | None = None, whole: bool = True) -
     `StoreError` for missing files, `Truncated` for short ones.
     """
     metadata, index = read_metadata(source, rank=rank)
-    with located(file=METADATA if METADATA in source.store.list() else None):
+    with error_context(file=METADATA if METADATA in source.store.list() else None):
         _fill(index, metadata, source.limits, whole=whole)
         _check_items(index, source)
     return index
@@ -201,7 +201,7 @@ def read_metadata(source: Source, *, rank: int | None = None) -> tuple[Metadata,
         )
     found = []
     for name in names:
-        with located(file=name):
+        with error_context(file=name):
             raw = source.bytes(name, 0, source.store.size(name))
             if name == METADATA and BESIDE in keys:
                 index.damage = _compare_with_checksum(source, raw)
@@ -350,7 +350,7 @@ def _fill(index: Index, metadata: Metadata, limits: Limits, *, whole: bool) -> N
                     "neither a tensor nor bytes in state_dict_metadata", found=type(stored).__name__
                 )
         except HoldfastError as error:
-            # As `located` does, which would take a tenth of the time for 100,000 names.
+            # As `error_context` does, which would take a tenth of the time for 100,000 names.
             error.tensor = error.tensor or name
             raise
 

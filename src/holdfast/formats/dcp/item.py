@@ -34,7 +34,7 @@ from holdfast.errors import (
     PickleError,
     Unsupported,
     ZipError,
-    located,
+    error_context,
 )
 from holdfast.formats.dcp.index import cut_short
 from holdfast.formats.dcp.inflate import InflatedStore
@@ -266,7 +266,7 @@ class Items:
 
     def __init__(self, source: Source, *, inflate: bool = False) -> None:
         self._inflated = InflatedStore(source.store) if inflate else None
-        self.source = source if self._inflated is None else source.over(self._inflated)
+        self.source = source if self._inflated is None else source.with_store(self._inflated)
         """The source of the items, with compressed items as files of their own."""
         self._locks = [renewed(threading.Lock()) for _ in range(LOCKS)]
         self._frames: dict[object, list[tuple[ItemFrame, ItemPlace | None]]] = {}
@@ -280,7 +280,7 @@ class Items:
         """Return the place of a storage, from its item, which is read once."""
         with self._locks[hash(storage.item) // 16 % LOCKS]:
             if storage.found is None:
-                with located(file=storage.item.file, tensor=storage.name):
+                with error_context(file=storage.item.file, tensor=storage.name):
                     window = self._open(storage.item, storage.name, storage.nbytes)
                     place = self.find_elements(window, storage.dtype, storage.sizes)
                 structs.force_setattr(storage, "found", place)
@@ -364,7 +364,7 @@ class Items:
         """Yield the number and the bytes of each range, in the order of the file. Neighbours are read by one call."""
         order = np.argsort(starts, kind="stable")
         starts, stops = starts[order], stops[order]
-        joining = REMOTE if self.source.store.read_profile.requests else HEADERS
+        joining = REMOTE if self.source.store.read_profile.request_count else HEADERS
         edges = [*coalesce(starts, stops, joining).tolist(), len(order)]
         for low, high in pairwise(edges):
             begin = int(starts[low])
@@ -383,7 +383,7 @@ class Items:
             name: The name of the value.
             content: The bytes of the item, if they are known.
         """
-        with located(file=item.file, tensor=name):
+        with error_context(file=item.file, tensor=name):
             window = self._open(item, name, 0, content=content)
             stream = f"{name[:80]!r} in {item.file}"
             for frame, _ in self._frames.get(window.nbytes, ()):

@@ -98,7 +98,7 @@ def describe_gguf(source: Source) -> Description:
 
 def is_directory(source: Source) -> bool:
     parts = _parts(source.store.list())
-    return len(parts) > 1 and all(source.first(key, len(MAGIC)) == MAGIC for key in parts)
+    return len(parts) > 1 and all(source.read_head(key, len(MAGIC)) == MAGIC for key in parts)
 
 
 def describe_directory(source: Source) -> Description:

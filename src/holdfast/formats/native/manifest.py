@@ -18,7 +18,7 @@ from msgspec import field
 from holdfast.core.arrays import Bools, Ints, shape_columns
 from holdfast.core.content_hash import HASH
 from holdfast.core.crc import crc32
-from holdfast.core.documents import SEAL_NBYTES, sealed_pieces
+from holdfast.core.documents import SEAL_NBYTES, seal_pieces
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.strict_json import as_keys, paid_nbytes
 from holdfast.core.value import Value
@@ -162,7 +162,7 @@ def lay_out_index(
     def make(crcs: Mapping[str, int]) -> bytes:
         stored = [part.stored for part in parts] if later is None else later(crcs)
         pieces = before, mark, *chunks.fill_text(text, stored), behind[:-1]
-        return join_pieces(sealed_pieces(pieces, nbytes), nbytes)
+        return join_pieces(seal_pieces(pieces, nbytes), nbytes)
 
     segment = Literal(make({})) if later is None else Late(nbytes, make)
     return (*plans, FilePlan(MANIFEST, (segment,)))

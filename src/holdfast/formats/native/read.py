@@ -25,7 +25,7 @@ from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.crc import crc32
-from holdfast.core.documents import check_length, hexadecimal
+from holdfast.core.documents import check_length, parse_crc
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.keys import sibling_key
 from holdfast.core.limits import Limits
@@ -46,7 +46,7 @@ from holdfast.errors import (
     Truncated,
     UnsafePath,
     Unsupported,
-    located,
+    error_context,
 )
 from holdfast.formats.native.boxes import carried
 from holdfast.formats.native.chunks import (
@@ -302,7 +302,7 @@ def _check_other(other: OtherFile, source: Source) -> None:
     found = crc32(source.bytes(other.name, 0, source.store.size(other.name)))
     if f"{found:08x}" != other.crc32:
         message = f"the file does not have the checksum that the manifest records: it changed after it was written; {NOT_NEEDED}"
-        raise Corrupted(message, file=other.name, expected=hexadecimal(other.crc32), found=found)
+        raise Corrupted(message, file=other.name, expected=parse_crc(other.crc32), found=found)
 
 
 CRC = re.compile(r"[0-9a-f]{8}\Z")
@@ -314,7 +314,7 @@ BITS = {row.name: row.bits for row in DTYPES.rows}
 def describe(source: Source) -> Description:
     """Read and check the manifest. Of the data files only lengths are read."""
     stored = stored_tensors(read_manifest(source), source)
-    with located(file=MANIFEST):
+    with error_context(file=MANIFEST):
         tensors, tree = restore(stored.table, stored.manifest.recorded, source)
     return Description(
         "native",
@@ -328,7 +328,7 @@ def describe(source: Source) -> Description:
 def read_manifest(source: Source) -> Parsed:
     size = source.store.size(MANIFEST)
     check_length(DOCUMENT, size, source.limits)
-    with located(file=MANIFEST):
+    with error_context(file=MANIFEST):
         manifest = parse_manifest(source.bytes(MANIFEST, 0, size), source.limits)
         check_names(
             manifest.files,

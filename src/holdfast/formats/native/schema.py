@@ -18,7 +18,13 @@ from collections.abc import Mapping
 
 import msgspec
 
-from holdfast.core.documents import SELF, DocumentKind, proven, read_document, write_document
+from holdfast.core.documents import (
+    SELF,
+    DocumentType,
+    decode_canonical,
+    read_document,
+    write_document,
+)
 from holdfast.core.limits import Limits
 from holdfast.core.strict_json import json_limits, parse_parts
 from holdfast.core.value import Value
@@ -121,7 +127,7 @@ RECORDED = ("aliases", "views", "tree")
 VERSIONS = (1, 2, SEALED_VERSION, HASHED_VERSION, BESIDE_VERSION, COLUMNS_VERSION)
 SINCE = {"others": SEALED_VERSION, SELF: SEALED_VERSION, "hash": HASHED_VERSION}
 
-DOCUMENT = DocumentKind(
+DOCUMENT = DocumentType(
     name="manifest", file=MANIFEST, decoder=msgspec.json.Decoder(Manifest), format=FORMAT, versions=VERSIONS, since=SINCE,
     many="tensors",
 )  # fmt: skip
@@ -141,7 +147,7 @@ class Parsed(Value, frozen=True):
 
 def made_whole(raw: bytes, names: Mapping[str, str]) -> bytes:
     """The text of a manifest with new `names` of files. Raises `Unsupported` for a manifest that Holdfast did not write."""
-    manifest = proven(DOCUMENT, raw)
+    manifest = decode_canonical(DOCUMENT, raw)
     if manifest is None:
         raise Unsupported(
             "the manifest was not written by Holdfast, and names files of other folders; convert it instead"

@@ -15,7 +15,7 @@ EMPTY = b"PK\5\6" + bytes(18)
 
 def is_npz(source: Source, key: str) -> bool:
     """Whether a zip begins with an array: by its bytes, or by its name if compressed."""
-    head = source.first(key, FIRST_NBYTES)
+    head = source.read_head(key, FIRST_NBYTES)
     if head == EMPTY:
         return True
     if not head.startswith(b"PK\3\4") or len(head) < 30:

@@ -31,7 +31,7 @@ from holdfast.errors import (
     StoreError,
     Unsupported,
     ZipError,
-    located,
+    error_context,
 )
 from holdfast.formats.npy.archive import EMPTY, MAGIC, SUFFIX
 from holdfast.formats.npy.schema import USUAL_NBYTES, Layout, read_layout
@@ -164,7 +164,7 @@ def describe_npy(source: Source) -> Description:
     """One array. Its name is `tensor`, like that of a lone tensor in a file of torch."""
     (key,) = source.store.list()
     nbytes = source.store.size(key)
-    with located(file=key):
+    with error_context(file=key):
         layout, _ = _parse_layout(
             lambda most: source.bytes(key, 0, min(most, nbytes)), nbytes, source
         )
@@ -191,7 +191,7 @@ class Members:
         """The source of the members, with compressed members as files of their own."""
         if not all(record.stored for record in self._records):
             self._inflated = InflatedMembers(source.store, source.limits)
-            self._through = source.over(self._inflated)
+            self._through = source.with_store(self._inflated)
         self._heads: dict[tuple[bytes, int], tuple[Layout, int, Box, tuple[int, ...]]] = {}
         self._ahead, self._ahead_at, self._last = b"", 0, -NEXT_NBYTES
 
@@ -208,7 +208,7 @@ class Members:
                     f"two members of one name, {name[:80]!r} with and without {SUFFIX}",
                     file=self._key,
                 )
-            with located(file=self._key, tensor=name):
+            with error_context(file=self._key, tensor=name):
                 found = self._member(name, record)
             tree[name] = found if isinstance(found, Opaque) else found[0]
             if isinstance(found, Opaque):

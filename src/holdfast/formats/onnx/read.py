@@ -36,7 +36,7 @@ from holdfast.errors import (
     MetadataError,
     Truncated,
     Unsupported,
-    located,
+    error_context,
 )
 from holdfast.formats.onnx.wire import BYTES, VARINT, Field, WireReader
 from holdfast.formats.safetensors.schema import addressable
@@ -319,7 +319,7 @@ class Initializers:
             self.tree[name] = Opaque(Global("onnx", unread), (f"a tensor of {unread}",))
             self._unread_counts[unread] = self._unread_counts.get(unread, 0) + 1
             return
-        with located(file=key, tensor=name):
+        with error_context(file=key, tensor=name):
             self.tree[name] = self.tensors[name] = self._tensor(message)
 
     def _tensor(self, message: TensorMessage) -> LazyTensor:
@@ -384,7 +384,7 @@ class Initializers:
         if self._decoded is None:
             self._decoded = DecodedVarints(self._source.store, self._reader.key)
         key = self._decoded.add(part, count, dtype)
-        source = self._source.over(self._decoded)
+        source = self._source.with_store(self._decoded)
         return source, Storage(key, 0, nbytes, label=name, home=self._decoded)
 
     def _external_storage(self, message: TensorMessage, nbytes: int) -> tuple[Source, Storage]:
@@ -408,7 +408,7 @@ class Initializers:
                     f"the elements are in {location!r}, a file beside the model: open the model by its path",
                     found=location,
                 )
-            self._beside = self._source.over(store)
+            self._beside = self._source.with_store(store)
         store = self._beside.store
         size = store.size(location)
         if start + nbytes > size:

@@ -26,7 +26,7 @@ from msgspec import Struct, field
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.value import Value, replace
-from holdfast.errors import HoldfastError, LimitExceeded, PickleError, Truncated, detached
+from holdfast.errors import HoldfastError, LimitExceeded, PickleError, Truncated, drop_tracebacks
 from holdfast.formats.pickle.frames import read_like_c_unpickler
 from holdfast.formats.pickle.machine import interpret
 from holdfast.formats.pickle.rare import Unread
@@ -433,7 +433,7 @@ def _record(data: bytes, table: RecordingTable, limits: Limits) -> RecordedStrea
             data, table, limits=limits, stream="pickle", max_nbytes=limits.pickle_nbytes
         )
     except HoldfastError as error:
-        return RecordedStream(table, None, None, detached(error))
+        return RecordedStream(table, None, None, drop_tracebacks(error))
     return RecordedStream(table, done.value, done.stop, None)
 
 

@@ -19,7 +19,7 @@ from itertools import accumulate, chain
 from holdfast.core.protocols import Description, Source
 from holdfast.core.table import IRREGULAR, RowKind, Table
 from holdfast.core.tensor import LazyTensor
-from holdfast.errors import Corrupted, UnknownFormat, located
+from holdfast.errors import Corrupted, UnknownFormat, error_context
 from holdfast.formats.index_file import (
     INDEX,
     WeightFiles,
@@ -82,7 +82,7 @@ def describe_directory(source: Source) -> Description:
         )
     record = NO_RECORD
     if listed is not None:
-        with located(file=index):
+        with error_context(file=index):
             texts = {name: value for name, value in listed.metadata.items() if name != RECORD}
             found = listed.metadata.get(RECORD)
             record = read_record(
@@ -103,7 +103,7 @@ def describe_directory(source: Source) -> Description:
         notes.append(describe_unknown_fields(fields))
     metadata = _common_metadata(headers.values(), notes)
     stored = _headers_table([*headers.values()], source, places)
-    with located(file=index):
+    with error_context(file=index):
         recorded = _together(headers.values(), record, stored, alone=alone, notes=notes)
         tensors, tree = restore(stored, recorded, source)
     changed = _changes(headers.values(), record, index, notes=notes)

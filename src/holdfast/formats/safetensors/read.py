@@ -18,7 +18,14 @@ from holdfast.core.table import RowKind, StoredFile, Table
 from holdfast.core.tensor import NO_CRC
 from holdfast.core.value import Value
 from holdfast.engine.files import FileStorages
-from holdfast.errors import Corrupted, HeaderError, HoldfastError, LimitExceeded, Truncated, located
+from holdfast.errors import (
+    Corrupted,
+    HeaderError,
+    HoldfastError,
+    LimitExceeded,
+    Truncated,
+    error_context,
+)
 from holdfast.formats.index_file import some
 from holdfast.formats.safetensors.schema import (
     MANIFEST,
@@ -86,7 +93,7 @@ def read_header(source: Source, key: str) -> Header:
             file=key,
             offset=size,
         )
-    length = int.from_bytes(source.first(key, PREFIX_NBYTES), "little")
+    length = int.from_bytes(source.read_head(key, PREFIX_NBYTES), "little")
     if length < SMALLEST_NBYTES:
         raise HeaderError(f"a header of {length} bytes cannot be", file=key, offset=0, found=length)
     if length > size - PREFIX_NBYTES:
@@ -137,7 +144,7 @@ def read_header(source: Source, key: str) -> Header:
 
 def begins_like_safetensors(source: Source, key: str) -> bool:
     """Whether a file begins with a believable length and something that could be a JSON object."""
-    start = source.first(key, PREFIX_NBYTES + 1)
+    start = source.read_head(key, PREFIX_NBYTES + 1)
     if len(start) <= PREFIX_NBYTES:
         return False
     length = int.from_bytes(start[:PREFIX_NBYTES], "little")
@@ -174,7 +181,7 @@ def describe(source: Source) -> Description:
     if record.recorded:
         from holdfast.formats.recorded import restore  # for files with a record
 
-        with located(file=header.key):
+        with error_context(file=header.key):
             tensors, tree = restore(tensors, record.recorded, source)
     changed = () if record.changed is None else (record.changed,)
     return Description(

@@ -46,8 +46,8 @@ from holdfast.core.documents import (
     SEAL_NBYTES,
     SELF,
     check_seal,
-    hexadecimal,
-    sealing,
+    make_seal,
+    parse_crc,
 )
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source
@@ -55,7 +55,7 @@ from holdfast.core.strict_json import json_limits, kind, paid_nbytes, parse, poi
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tiling import tiles
 from holdfast.core.value import replace
-from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError, located
+from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError, error_context
 from holdfast.formats.safetensors.schema import (
     ADDRESSABLE,
     NO_RECORD,
@@ -144,7 +144,7 @@ class RecordText:
     def middle(self, digits: bytes = b"") -> bytes:
         """The text between opening and closing, for these checksums of tensors."""
         quoted = digits + self._quote
-        end = sealing(crc32(quoted, self._crc), len(self.opening) + len(quoted), self._nbytes)
+        end = make_seal(crc32(quoted, self._crc), len(self.opening) + len(quoted), self._nbytes)
         return quoted + end[: SEAL_NBYTES - len(CLOSING)]
 
     def whole(self) -> bytes:
@@ -222,7 +222,7 @@ def _read(
 
 
 def _changed(how: str, then: object, now: str) -> HeaderRecord:
-    expected = hexadecimal(then)
+    expected = parse_crc(then)
     error = Corrupted(how, expected=then if expected is None else expected, found=int(now, 16))
     return HeaderRecord(notes=(how,), changed=error, present=True)
 
@@ -265,7 +265,7 @@ def saved_offsets(header: Header, limits: Limits) -> dict[str, tuple[int, ...]]:
     if text is None:
         return {}
     key = header.key
-    with located(file=key):
+    with error_context(file=key):
         try:
             info = parse(text.encode("utf-8"), limits)
         except HeaderError as error:

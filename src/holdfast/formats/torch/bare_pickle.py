@@ -69,7 +69,7 @@ BUFFER_ORDERS = ("C", "F", "A", "K")
 
 def is_bare_pickle(source: Source, key: str) -> bool:
     """Whether a file begins like a pickle: by PROTO, or with opcodes of protocol 0 or 1 that hold together."""
-    head = source.first(key, HEAD_NBYTES)
+    head = source.read_head(key, HEAD_NBYTES)
     if head[:1] == b"\x80":
         return b"\2" <= head[1:2] <= b"\5"
     if not head or head[0] not in WITHOUT_PROTO:
@@ -99,7 +99,7 @@ def describe(source: Source) -> Description:
 
 def read_bare_pickle(source: Source, key: str) -> SavedFile:
     """Read a file. Raises `UnknownFormat` for a file of joblib, and `FormatError` for bytes behind the pickle."""
-    if begins_like_tar(source.first(key, BLOCK_NBYTES)):
+    if begins_like_tar(source.read_head(key, BLOCK_NBYTES)):
         raise tar_error(key, "pickle")
     nbytes = source.store.size(key)
     payloads = split_payloads(partial(source.bytes, key), nbytes, source.limits)
@@ -235,7 +235,7 @@ class BarePickleTable(TorchTable):
     def __init__(self, source: Source, key: str, payloads: Payloads) -> None:
         self._source, self._key, self._payloads = source, key, payloads
         self._decoded = DecodedBytes(source.store, key)
-        self._decoded_source = source.over(self._decoded)
+        self._decoded_source = source.with_store(self._decoded)
         super().__init__(source, refuse_persistent_id)
 
     def begin(self, limits: Limits, nbytes: int) -> None:

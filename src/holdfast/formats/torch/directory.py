@@ -27,7 +27,7 @@ from holdfast.core.protocols import Description, Foreign, Source
 from holdfast.core.tree import step
 from holdfast.core.value import replace
 from holdfast.engine.files import ViewTable
-from holdfast.errors import LimitExceeded, MetadataError, StoreError, Unsupported, located
+from holdfast.errors import LimitExceeded, MetadataError, StoreError, Unsupported, error_context
 from holdfast.formats.detect import (
     begins_like_legacy,
     begins_like_torch,
@@ -129,7 +129,7 @@ def read_all(source: Source, files: Sequence[str]) -> dict[str, SavedFile]:
     saved: dict[str, SavedFile] = {}
     left = source.limits.pickle_nbytes
     for key in files:
-        with located(file=key):
+        with error_context(file=key):
             read = next((read for begins, read in READERS if begins(source, key)), None)
             if read is None:
                 raise unknown(source, key)

@@ -60,7 +60,7 @@ def describe_legacy(source: Source) -> Description:
 
 
 def read_legacy(source: Source, key: str) -> SavedFile:
-    if begins_like_tar(source.first(key, BLOCK_NBYTES)):
+    if begins_like_tar(source.read_head(key, BLOCK_NBYTES)):
         raise tar_error(key, "torch-legacy")
     stream = read_stream(source, key)
     if stream.end != source.store.size(key):

@@ -34,7 +34,14 @@ from holdfast.core.tiling import covers
 from holdfast.core.tree import rebuild
 from holdfast.engine.source import OpenSource
 from holdfast.engine.table import value_state
-from holdfast.errors import BadPath, DoesNotFit, HeaderError, MetadataError, Unsupported, located
+from holdfast.errors import (
+    BadPath,
+    DoesNotFit,
+    HeaderError,
+    MetadataError,
+    Unsupported,
+    error_context,
+)
 from holdfast.formats.dcp.flatten import FlatValue, flatten
 from holdfast.formats.dcp.index import (
     METADATA,
@@ -84,7 +91,7 @@ def open_stored(
 
     def look(store: Store) -> Directory | None:
         source = OpenSource(store, limits=limits, threads=threads, mapped=False, verify=verify)
-        with located(file=store.name), store.reading():
+        with error_context(file=store.name), store.reading():
             if detect(source).index == METADATA:
                 return Directory(source, rank, extensions)
         store.close()

@@ -60,7 +60,7 @@ Version = tuple[int, str | None]
 class RemoteStore(Store):
     """An object, or all objects under a prefix and one folder down."""
 
-    read_profile = ReadProfile(requests=REQUESTS, block_nbytes=REQUEST_NBYTES)
+    read_profile = ReadProfile(request_count=REQUESTS, block_nbytes=REQUEST_NBYTES)
 
     def __init__(
         self,

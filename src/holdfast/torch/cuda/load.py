@@ -38,7 +38,7 @@ from holdfast.engine.ranges import UNKNOWN
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import DEFAULT_THREADS
 from holdfast.engine.write import Progress
-from holdfast.errors import BadArgument, HoldfastError, located
+from holdfast.errors import BadArgument, HoldfastError, error_context
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
 from holdfast.torch.cuda.pipeline import CopyEvent, run_pipeline
 from holdfast.torch.cuda.plan import (
@@ -120,7 +120,7 @@ def load_rows(
     )
     threads = min(given, SHORT_READERS if short > total // 2 else READERS)
     stores = dict.fromkeys(rows.source.store for rows in groups)
-    if any(store.read_profile.in_order for store in stores):
+    if any(store.read_profile.is_sequential for store in stores):
         threads = 1
     size = blocks_within(most, threads)
     # No more blocks than would hold all, and one: what is small is not worth locking more.
@@ -328,7 +328,7 @@ class Move:
             try:
                 store.read(read.key, read.start, memory[read.at : read.at + read.stop - read.start])
             except HoldfastError:
-                with located(tensor=plan.name(read.row_runs[0].first)):
+                with error_context(tensor=plan.name(read.row_runs[0].first)):
                     raise
             task.read_nbytes += read.stop - read.start
             for row_run in read.row_runs:

@@ -24,7 +24,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DType
 from holdfast.core.notebook import Shown
-from holdfast.core.options import validated
+from holdfast.core.options import validate_arguments
 from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.text import listed
@@ -104,7 +104,7 @@ class Loaded(Shown):
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
-@validated(dtype=float_dtype, device=device_given)
+@validate_arguments(dtype=float_dtype, device=device_given)
 def load_into(
     module_or_state: nn.Module | Mapping[str, object],
     path: Openable | Checkpoint | TorchCheckpoint,

@@ -37,7 +37,7 @@ from typing import Literal, TextIO, cast
 
 from holdfast.core.runtime import at_fork, cut_traceback, renewed, start
 from holdfast.core.signals import SignalOverride
-from holdfast.errors import HoldfastError, HoldfastWarning, NotCommitted, SaveError, detached
+from holdfast.errors import HoldfastError, HoldfastWarning, NotCommitted, SaveError, drop_tracebacks
 from holdfast.torch.ranks.saving import SavedShards
 
 _one_at_a_time = renewed(threading.Lock())
@@ -186,7 +186,7 @@ class SaveHandle:
 def failed_save(path: str, error: BaseException) -> SaveHandle:
     """Return the handle of a save that failed before it went to the background, and whose failure somebody has seen."""
     handle = SaveHandle(path)
-    handle._future.set_exception(detached(error))
+    handle._future.set_exception(drop_tracebacks(error))
     return handle
 
 

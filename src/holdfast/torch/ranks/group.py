@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from holdfast.core.group import ALONE, Ranks, SeveralRanks
-from holdfast.core.options import DEADLINE, Progress, validated
+from holdfast.core.options import DEADLINE, Progress, validate_arguments
 from holdfast.core.runtime import at_fork, renewed, start
 from holdfast.core.value import Value
 from holdfast.errors import BadArgument, RankLost
@@ -101,7 +101,7 @@ class TorchGroup(Value, frozen=True, eq=False):
         return StoreRanks(self, connection, prefix=prefix, doing=doing)
 
 
-@validated
+@validate_arguments
 def group(
     process_group: dist.ProcessGroup | None = None, *, deadline: float = DEADLINE
 ) -> TorchGroup:

@@ -32,14 +32,14 @@ import torch.distributed as dist
 from holdfast.core.arguments import one_of
 from holdfast.core.documents import (
     encode_message,
-    message_kind,
+    message_type,
     read_document,
     write_document,
 )
 from holdfast.core.group import UNCHANGED, Ranks, check_same, together
 from holdfast.core.notebook import Shown
 from holdfast.core.opaque import AnyValue
-from holdfast.core.options import DEADLINE, validated
+from holdfast.core.options import DEADLINE, validate_arguments
 from holdfast.core.protocols import Request
 from holdfast.core.runtime import gc_paused
 from holdfast.core.tree import dotted, leaf_paths
@@ -132,7 +132,7 @@ class Verdict(msgspec.Struct):
     assignments: ReadAssignments
 
 
-@validated(replicated=one_of(*get_args(Replicated)), per_rank=one_of(*get_args(PerRank)))
+@validate_arguments(replicated=one_of(*get_args(Replicated)), per_rank=one_of(*get_args(PerRank)))
 def load_sharded(
     path: str | os.PathLike[str],
     state: Stateful | Mapping[str, object],
@@ -330,7 +330,7 @@ def _agree(
     return names, wanted, unexpected, verdict.fits, replicas
 
 
-@validated(device=device_given)
+@validate_arguments(device=device_given)
 def load_full(
     path: str | os.PathLike[str],
     *,
@@ -376,6 +376,6 @@ def _bits(names: Names) -> bytes:
 
 
 RANK_MATCH, VERDICT = (
-    message_kind("match of a rank", RankMatch),
-    message_kind("verdict on a load", Verdict),
+    message_type("match of a rank", RankMatch),
+    message_type("verdict on a load", Verdict),
 )

@@ -71,7 +71,7 @@ def replica_sums(table: Table, *, threads: int) -> bytes:
         source = tensor.source
         if isinstance(source, GpuSource) and tensor.nbytes > SMALL_ROW_NBYTES:
             gpu[name] = _on_gpu(tensor, source)
-        elif isinstance(source, GpuSource) or source.store.read_profile.resident:
+        elif isinstance(source, GpuSource) or source.store.read_profile.is_in_memory:
             host[name] = tensor
     some = sum(tensor.nbytes for tensor in host.values()) > ALONE_NBYTES
     crcs = compute_crcs(list(host.values()), threads=threads if some else 1, expand=True)

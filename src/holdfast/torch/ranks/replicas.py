@@ -34,7 +34,7 @@ import torch.distributed as dist
 from holdfast.core.crc import Sums, crc32
 from holdfast.core.documents import (
     encode_message,
-    message_kind,
+    message_type,
     read_document,
     write_document,
 )
@@ -115,7 +115,7 @@ class ReadAssignments(msgspec.Struct):
 
 NO_OFFERS = Offers(b"", b"", b"", 0)
 NO_ASSIGNMENTS = ReadAssignments(any=False, sets={}, offered=[], readers=[], classes=[])
-PART_SUMS = message_kind("list of checksums of parts", list[tuple[bytes, int, int, int, int]])
+PART_SUMS = message_type("list of checksums of parts", list[tuple[bytes, int, int, int, int]])
 
 
 def offer(

@@ -9,7 +9,12 @@ from typing import Literal, Unpack
 import torch.distributed as dist
 
 from holdfast.core.arguments import one_of
-from holdfast.core.options import AsyncShardedOptions, ShardedOptions, pick, validated
+from holdfast.core.options import (
+    AsyncShardedOptions,
+    ShardedOptions,
+    pick_fields,
+    validate_arguments,
+)
 from holdfast.core.table import Table
 from holdfast.engine.threads import default_threads
 from holdfast.formats import rank_formats, titles
@@ -25,7 +30,7 @@ from holdfast.verbs.shared.state import Stateful, state_and_path, state_dicts
 FORMATS = one_of(*titles(rank_formats()))
 
 
-@validated(format=FORMATS)
+@validate_arguments(format=FORMATS)
 def save_sharded(
     state: Stateful | Mapping[str, object],
     path: str | os.PathLike[str],
@@ -62,7 +67,7 @@ def save_sharded(
     )
 
 
-@validated(format=FORMATS)
+@validate_arguments(format=FORMATS)
 def async_save_sharded(
     state: Stateful | Mapping[str, object],
     path: str | os.PathLike[str],
@@ -91,7 +96,7 @@ def _request(
     state, path = state_and_path(state, path)
     base = options["base"]
     given = {**options, "base": None if base is None else place_at(place_of(base)).absolute}
-    return state, pick(SaveRequest, given, path=place_of(path, options["store"]))
+    return state, pick_fields(SaveRequest, given, path=place_of(path, options["store"]))
 
 
 def save_requested(

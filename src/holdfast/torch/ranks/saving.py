@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from holdfast.core.arrays import Ints
-from holdfast.core.documents import message_kind, read_document, write_document
+from holdfast.core.documents import message_type, read_document, write_document
 from holdfast.core.group import Ranks
 from holdfast.core.notebook import Shown
 from holdfast.core.protocols import State
@@ -140,8 +140,8 @@ class RankTask(msgspec.Struct):
     """For a step of a run: the name of the step whose files it may share. The first rank knows which are sound."""
 
 
-TASK = message_kind("boxes of a rank", RankTask)
-RECEIPTS = message_kind("list of receipts of a rank", list[Receipt])
+TASK = message_type("boxes of a rank", RankTask)
+RECEIPTS = message_type("list of receipts of a rank", list[Receipt])
 
 
 class ShardedSave(JointSave):

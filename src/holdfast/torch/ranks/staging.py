@@ -21,7 +21,7 @@ from msgspec import field
 from holdfast.core.arrays import Ints, byte_row
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, c_strides
-from holdfast.core.protocols import Request, Store, by_source
+from holdfast.core.protocols import Request, Store, group_by_source
 from holdfast.core.table import IRREGULAR, RowKind, Storages, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import mapped_children, name_at, walk
@@ -302,10 +302,10 @@ def _stage_pieces(
             requests.append(Request(tensor, out))
     for gpu_source, wanted in gpus.items():
         copies.begin(gpu_source, wanted)
-    for source, own in by_source(requests).items():
-        others = _copied(own, threads) if source.store.read_profile.resident else own
-        if isinstance(source, OpenSource) and source.store.read_profile.resident:
-            source = source.over(
+    for source, own in group_by_source(requests).items():
+        others = _copied(own, threads) if source.store.read_profile.is_in_memory else own
+        if isinstance(source, OpenSource) and source.store.read_profile.is_in_memory:
+            source = source.with_store(
                 source.store, threads=threads
             )  # this rank shares the machine with others
         if others:

@@ -28,7 +28,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
 from holdfast.core.runtime import renewed
 from holdfast.core.value import Value
-from holdfast.errors import FormatError, located
+from holdfast.errors import FormatError, error_context
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.pickle.table import Name, ReducerTable
 from holdfast.formats.torch.composites import QSCHEMES
@@ -173,7 +173,7 @@ def get_unsafe_globals_in_checkpoint(f: str | os.PathLike[str] | BinaryIO) -> li
     A file object is read from its position, which is restored. Raises `FormatError`, a ValueError, for what is no checkpoint, or a
     TorchScript archive.
     """
-    with opened(f) as file, located(file=file.path):
+    with opened(f) as file, error_context(file=file.path):
         table = MentionedNames()
         interpret_whole(_pickle(file), table, limits=Limits())
     # torch gives its list anew each time: a program, and torch's own tests, may have changed it.

@@ -33,7 +33,7 @@ from holdfast.core.table import IRREGULAR, RowKind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.files import FileStorages, tabulate
-from holdfast.errors import HoldfastWarning, Unsupported, located
+from holdfast.errors import HoldfastWarning, Unsupported, error_context
 from holdfast.stores.platform import request_large_pages
 from holdfast.torch.cuda.load import reserve
 from holdfast.torch.cuda.plan import ByteKind, DeviceRows
@@ -243,7 +243,7 @@ def _in_memory(device: torch.device) -> bool:
 
 
 def _wanted_dtype(lazy: LazyTensor, dtype: torch.dtype | None) -> torch.dtype:
-    with located(tensor=lazy.name):
+    with error_context(tensor=lazy.name):
         own = torch_dtype(lazy.dtype)
     return (
         dtype if dtype is not None and lazy.dtype.kind == "float" and not lazy.dtype.packed else own

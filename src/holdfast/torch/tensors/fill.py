@@ -20,7 +20,7 @@ import torch
 
 from holdfast.core.arrays import Ints
 from holdfast.core.chunk import repeats
-from holdfast.core.protocols import Request, Source, by_source
+from holdfast.core.protocols import Request, Source, group_by_source
 from holdfast.core.table import IRREGULAR, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
@@ -303,7 +303,7 @@ def _read_ranges(groups: Iterable[DeviceRows], progress: Progress | None) -> Non
             rows.name,
             rows.damaged,
         )
-        policy = source.policy if source.store.read_profile.requests else RECORDS
+        policy = source.policy if source.store.read_profile.request_count else RECORDS
         source.read_nbytes += read_ranges(
             source.store, reads, threads=source.threads, policy=policy
         )
@@ -331,7 +331,7 @@ def _sorted_out(fills: list[Fill]) -> tuple[list[Fill], list[Fill], list[Fill]]:
 
 
 def _read_in_place(fills: list[Fill], progress: Progress | None) -> None:
-    for source, requests in by_source(Request(*_in_file_order(one)) for one in fills).items():
+    for source, requests in group_by_source(Request(*_in_file_order(one)) for one in fills).items():
         if progress is None:
             source.read(requests)
             continue

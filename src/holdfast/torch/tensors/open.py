@@ -24,7 +24,7 @@ from holdfast.core.arguments import patterns
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import AnyValue
-from holdfast.core.options import validated
+from holdfast.core.options import validate_arguments
 from holdfast.core.runtime import renewed
 from holdfast.core.sharing import check_expansion
 from holdfast.core.tensor import Composite
@@ -58,7 +58,7 @@ PARTS = frozenset(
 Place = torch.device | str | int
 
 
-@validated
+@validate_arguments
 def open(
     path: Openable | Checkpoint,
     *,
@@ -134,7 +134,7 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         """Close the files. Tensors that were read stay valid."""
         self.lazy.close()
 
-    @validated(dtype=float_dtype, device=device_given, names=patterns)
+    @validate_arguments(dtype=float_dtype, device=device_given, names=patterns)
     def read(
         self,
         names: Iterable[str] | None = None,
@@ -172,7 +172,7 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         """The whole nested state with torch tensors in it; read anew each time, as by `read_tree()`."""
         return self.read_tree()
 
-    @validated(dtype=float_dtype, device=device_given)
+    @validate_arguments(dtype=float_dtype, device=device_given)
     def read_tree(
         self,
         *,

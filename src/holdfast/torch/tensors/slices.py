@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from holdfast.core.limits import Limits
-from holdfast.core.options import DEADLINE, validated
+from holdfast.core.options import DEADLINE, validate_arguments
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.threads import BackgroundCall
 from holdfast.torch.tensors.allocate import read_tensors
@@ -169,7 +169,7 @@ class Slices(Mapping[str, Slice]):
         self._checkpoint.close()
 
 
-@validated
+@validate_arguments
 def slices(
     path: Openable | os.PathLike[str], *, prefix: str = "", mmap: bool = False, verify: bool = True, limits: Limits | None = None,
     group: ProcessGroup | None = None, deadline: float = DEADLINE, map: AnyMap | None = None,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from holdfast.core.opaque import Global, Opaque
-from holdfast.core.patterns import Glob, glob
+from holdfast.core.patterns import Glob, compile_glob
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.text import clip
 from holdfast.core.tree import Way, walk
@@ -133,7 +133,7 @@ class Allowlist(Value, frozen=True):
                 message = "write a path, a space, sha256: and its 64 hexadecimal digits"
                 raise BadArgument(f"cannot allow {entry[:200]!r}; {message}", found=entry[:200])
             elif entry:
-                patterns.append(glob(entry))
+                patterns.append(compile_glob(entry))
         return cls(tuple(patterns), tuple(files))
 
     def allows(self, finding: Finding) -> bool:

@@ -26,13 +26,13 @@ from functools import lru_cache
 
 import msgspec
 
-from holdfast.core.documents import HEX, SELF, DocumentKind, read_document, write_document
+from holdfast.core.documents import HEX, SELF, DocumentType, read_document, write_document
 from holdfast.core.keys import check_key
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.strict_json import kind, pointer, quoted
 from holdfast.core.value import Value, replace
 from holdfast.engine.saves import FilePlan, Late, Literal, SavePlan
-from holdfast.errors import HeaderError, LimitExceeded, Unsupported, located
+from holdfast.errors import HeaderError, LimitExceeded, Unsupported, error_context
 
 SEAL = "holdfast.seal.json"
 """The name of the file, in the directory that it seals."""
@@ -95,7 +95,7 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sealed: str | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name=SELF)
 
 
-DOCUMENT = DocumentKind(
+DOCUMENT = DocumentType(
     name="seal", file=SEAL, decoder=msgspec.json.Decoder(Document), format=FORMAT, versions=(VERSION,), since={SELF: VERSION},
     remedy="seal the files again",
 )  # fmt: skip
@@ -152,7 +152,7 @@ KNOWN_NBYTES = 16 << 10
 
 
 def _parsed(raw: bytes, limits: Limits, file: str) -> Seal:
-    with located(file=file):
+    with error_context(file=file):
         return _validated(read_document(DOCUMENT, raw, limits, file=file), limits)
 
 

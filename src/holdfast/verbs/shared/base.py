@@ -231,7 +231,7 @@ def _open_sibling(url: Url, target: Url, limits: Limits) -> Base:
         asked = zip(manifest.files, starts, strict=True)
         run_all(
             [partial(store.read, file.name, 0, memoryview(start)) for file, start in asked],
-            store.read_profile.requests,
+            store.read_profile.request_count,
         )
         data = [
             f.nbytes - PREFIX_NBYTES - int.from_bytes(s, "little")

@@ -25,7 +25,7 @@ from msgspec import field as value_field
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.group import ALONE, Ranks, begin, compare_marks, telling, together
 from holdfast.core.notebook import Shown
-from holdfast.core.options import CopyConfig, Progress, pick
+from holdfast.core.options import CopyConfig, Progress, pick_fields
 from holdfast.core.protocols import Store
 from holdfast.core.quantities import Size, byte_count
 from holdfast.core.value import Value, replace
@@ -250,7 +250,7 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
             # What wants to be read from front to back is read by the one thread that writes, in one go.
             writing = self.writing
             for store in self.reads:
-                if store.read_profile.in_order:
+                if store.read_profile.is_sequential:
                     blocks.enter_context(store.reading())
                     writing = replace(writing, threads=1)
             copied: list[LinkedFile] = []
@@ -342,7 +342,7 @@ def rewritten(
     copy_config = True if copy_config is None else copy_config
     folder = bool(asked.get("folder"))
     # A checkpoint that is made of another keeps its tree by default.
-    layout = pick(Options, {"keep_tree": True, **asked})
+    layout = pick_fields(Options, {"keep_tree": True, **asked})
     with ExitStack() as stack:
         ranks, common = ALONE, dict[str, Any]()
         if asked.get("group") is not None:
@@ -351,8 +351,8 @@ def rewritten(
         source = stack.enter_context(
             opened(src, threads=1, limits=limits, map=asked.get("map"))
         ).without_lazy_tensors()
-        writing = pick(
-            Writing, {**asked, **common}, requests=source.source.store.read_profile.requests
+        writing = pick_fields(
+            Writing, {**asked, **common}, requests=source.source.store.read_profile.request_count
         )
         if in_place is None:
             where = Destination(target_place(dst, folder=folder), format, writing, layout)

@@ -28,13 +28,19 @@ from holdfast.core.arguments import AnyDType
 from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
-from holdfast.core.documents import message_kind, read_document, write_document
+from holdfast.core.documents import message_type, read_document, write_document
 from holdfast.core.dtype import DTYPES, SHORT, DType
 from holdfast.core.leaves import Leaf
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.order import natural
-from holdfast.core.patterns import matcher, meant, rename_problems, renamed, unmatched
+from holdfast.core.patterns import (
+    find_rename_problems,
+    find_unmatched_patterns,
+    make_matcher,
+    match_names,
+    rename_names,
+)
 from holdfast.core.protocols import State
 from holdfast.core.sharing import View, identity, tied
 from holdfast.core.table import IRREGULAR, RowKind, Table, is_range_inside
@@ -108,7 +114,7 @@ class Losses:
         return f"cast to {dtype}: {sum(own.values()):,} of {self.elements:,} values {how}: {names}{more}"
 
 
-LOST = message_kind("list of what casts lost", dict[str, tuple[int, dict[str, dict[str, int]]]])
+LOST = message_type("list of what casts lost", dict[str, tuple[int, dict[str, dict[str, int]]]])
 
 
 class LossFindings(Findings):
@@ -295,17 +301,19 @@ def _refuse_blocks(table: Table) -> None:
 
 
 def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
-    meant = [matcher(pattern) for pattern in patterns]
-    return lambda name: any(means(name) for means in meant)
+    matchers = [make_matcher(pattern) for pattern in patterns]
+    return lambda name: any(means(name) for means in matchers)
 
 
 def _reshape(tree: object, edits: Edits, problems: list[str]) -> object:
     """Drop and rename leaves. Containers that end up empty because of it go as well; those without a change stay themselves."""
-    problems += rename_problems(edits.rename)
+    problems += find_rename_problems(edits.rename)
     if problems:
         return tree
     names = [dotted(path) for path, _ in leaf_paths(tree)]
-    for pattern in unmatched((*edits.keep, *edits.drop, *(old for old, _ in edits.rename)), names):
+    for pattern in find_unmatched_patterns(
+        (*edits.keep, *edits.drop, *(old for old, _ in edits.rename)), names
+    ):
         near = difflib.get_close_matches(pattern, names[:10_000], n=2, cutoff=0.5)
         problems.append(
             f"{pattern!r} matches nothing" + (f"; near: {', '.join(near)}" if near else "")
@@ -330,15 +338,16 @@ def _reshape(tree: object, edits: Edits, problems: list[str]) -> object:
 
 
 def _new_names(names: Sequence[str], edits: Edits) -> list[str | None]:
-    new: list[str | None] = [*renamed(edits.rename, names)] if edits.rename else [*names]
+    new: list[str | None] = [*rename_names(edits.rename, names)] if edits.rename else [*names]
     if edits.keep:
         new = [
-            name if kept else None for name, kept in zip(new, meant(edits.keep, names), strict=True)
+            name if kept else None
+            for name, kept in zip(new, match_names(edits.keep, names), strict=True)
         ]
     if edits.drop:
         new = [
             None if dropped else name
-            for name, dropped in zip(new, meant(edits.drop, names), strict=True)
+            for name, dropped in zip(new, match_names(edits.drop, names), strict=True)
         ]
     return new
 
@@ -460,7 +469,7 @@ def _cast_rows(
     names = [table.names[row] for row in rows]
     chosen: list[int | None] = [0 if casts[0][0] == ALL else None] * len(rows)
     for number in range(len(casts)) if casts[0][0] != ALL else ():
-        found = meant([casts[number][0]], names)
+        found = match_names([casts[number][0]], names)
         chosen = [
             number if known is None and own else known
             for known, own in zip(chosen, found, strict=True)
@@ -650,7 +659,7 @@ def _check_casts(
     for number, (pattern, _) in enumerate(casts):
         if pattern == ALL and number == len(casts) - 1:
             continue
-        if unmatched([pattern], names):
+        if find_unmatched_patterns([pattern], names):
             near = difflib.get_close_matches(pattern, names[:10_000], n=2, cutoff=0.5)
             hint = f"; near: {', '.join(near)}" if near else ""
             problems.append(f"the dtype of {pattern!r}: it matches no floating-point tensor{hint}")

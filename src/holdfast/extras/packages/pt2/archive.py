@@ -17,7 +17,7 @@ OLD_PROGRAM = "serialized_exported_program.json"
 
 def is_pt2(source: Source, key: str) -> bool:
     """Return whether a zip is the container of `torch.export.save` and `torch.export.pt2_archive`."""
-    head = source.first(key, FIRST_NBYTES)
+    head = source.read_head(key, FIRST_NBYTES)
     first_name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
     if not head.startswith(b"PK\3\4"):
         return False
