@@ -39,7 +39,7 @@ from benchmarks.probe import status
 from benchmarks.report import machine
 from holdfast.core.arrays import Ints
 from holdfast.core.documents import message_type, read_document, write_document
-from holdfast.core.group import MARK_NBYTES, UNCHANGED, Decide, Ranks, deal, share_out
+from holdfast.core.group import MARK_NBYTES, UNCHANGED, Decide, Ranks, assign_evenly, divide_work
 from holdfast.engine.saves import FilePlan, Gathered
 from holdfast.engine.stream import write_stream
 from holdfast.engine.targets.parts import RECEIPT, PartReceipt
@@ -221,12 +221,14 @@ def loading(ranks: int, tensors: int, whole: int) -> tuple[Many, float]:
 def sharing_out(ranks: int, tensors: int) -> tuple[Many, float]:
     """A verb that looks at each tensor and finds a checksum."""
     weights = np.full(tensors, 1 << 20, np.int64)
-    picks = np.bincount(ranks - 1 - deal(weights, np.zeros(ranks, np.int64)), minlength=ranks)
+    picks = np.bincount(
+        ranks - 1 - assign_evenly(weights, np.zeros(ranks, np.int64)), minlength=ranks
+    )
     mark = blake2b(weights.tobytes(), digest_size=MARK_NBYTES).digest()
     kind = message_type("list of results", list[int])
     many = Many([mark + write_document(kind, [0xFFFFFFFF] * int(count)) for count in picks])
     _, took = clocked(
-        lambda: share_out(many, weights, lambda numbers: [0xFFFFFFFF] * len(numbers), int)
+        lambda: divide_work(many, weights, lambda numbers: [0xFFFFFFFF] * len(numbers), int)
     )
     return many, took
 

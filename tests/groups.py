@@ -35,7 +35,7 @@ class ThreadRanks(SeveralRanks):
 
     def _gather(self, message: bytes) -> list[bytes] | None:
         self.steps += 1
-        if not self.first:
+        if not self.is_first:
             self._wires.up[self.rank].put(message)
             return None
         return [self._take(self._wires.up[rank], rank) for rank in range(1, self.size)]
@@ -47,11 +47,11 @@ class ThreadRanks(SeveralRanks):
             self._wires.down[rank].put(answers[rank])
         return answers[0]
 
-    def neighbours(self) -> int:
+    def count_local_ranks(self) -> int:
         return self.size
 
     @contextmanager
-    def counting(
+    def joint_progress(
         self, progress: Callable[[int], None] | None
     ) -> Iterator[Callable[[int], None] | None]:
         def add(nbytes: int) -> None:
@@ -59,7 +59,7 @@ class ThreadRanks(SeveralRanks):
                 self._wires.done += nbytes
 
         yield add
-        if self.first and progress is not None:
+        if self.is_first and progress is not None:
             progress(self._wires.done)
 
     def _take(self, queue: Queue[bytes], rank: int) -> bytes:

@@ -62,7 +62,7 @@ class ChunkStorageMetadata:
     @property
     def box(self) -> Box:
         """The chunk as a `Box`; ValueError where the numbers make none."""
-        return Box.at(self.offsets, self.sizes)
+        return Box.from_offsets(self.offsets, self.sizes)
 
     @classmethod
     def of(cls, box: Box) -> ChunkStorageMetadata:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.cli.text import width
-from holdfast.core.text import clip, count, escape, nbytes, percent
+from holdfast.core.text import clip, escape, format_count, format_nbytes, format_percent
 
 HOSTILE = {
     "ansi": ("\x1b[2J", r"\x1b[2J"),
@@ -58,17 +58,26 @@ def test_escaped_text_is_printable_and_encodable(text):
     ],
 )
 def test_nbytes(number, text):
-    assert nbytes(number) == text
+    assert format_nbytes(number) == text
 
 
 def test_count_and_percent_do_not_lie_at_the_edges():
-    assert (count(99_999), count(100_000), count(999_999), count(999_999_999)) == (
+    assert (
+        format_count(99_999),
+        format_count(100_000),
+        format_count(999_999),
+        format_count(999_999_999),
+    ) == (
         "99,999",
         "100K",
         "1.0M",
         "1.00B",
     )
-    assert (percent(0, 5), percent(5, 5), percent(995, 1000)) == ("<1%", "100%", ">99%")
+    assert (format_percent(0, 5), format_percent(5, 5), format_percent(995, 1000)) == (
+        "<1%",
+        "100%",
+        ">99%",
+    )
 
 
 def test_clip_keeps_both_ends():

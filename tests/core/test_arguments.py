@@ -18,7 +18,7 @@ from tests.support import public_names
 import holdfast
 import holdfast.torch
 from holdfast.core.options import READERS
-from holdfast.core.quantities import byte_count, seconds, shown
+from holdfast.core.quantities import describe_value, parse_nbytes, parse_seconds
 from holdfast.errors import BadArgument, BadArgumentType, HoldfastError
 
 VALUES: list[object] = [
@@ -149,7 +149,7 @@ def test_whatever_a_parameter_is_given_is_taken_or_refused_in_a_sentence(
                 pass
             except Exception as error:
                 raw.append(
-                    f"{parameter.name}={shown(value)}: {type(error).__name__}: {str(error)[:150]}"
+                    f"{parameter.name}={describe_value(value)}: {type(error).__name__}: {str(error)[:150]}"
                 )
     assert not raw, "\n".join([f"{len(raw)} raw errors", *raw])
 
@@ -219,12 +219,14 @@ def test_dtypes_of_numpy(checkpoint, tmp_path, dtype):
 )
 def test_sizes_as_people_write_them(checkpoint, tmp_path, size):
     holdfast.convert(checkpoint, tmp_path / "b.pt", max_memory=size)
-    assert byte_count("500MiB") == 500 << 20
-    assert byte_count("1_000") == 1000
+    assert parse_nbytes("500MiB") == 500 << 20
+    assert parse_nbytes("1_000") == 1000
 
 
 def test_durations():
-    assert [seconds(each) for each in (2, 2.5, "2s", "1 min", "1h", timedelta(minutes=1))] == [
+    assert [
+        parse_seconds(each) for each in (2, 2.5, "2s", "1 min", "1h", timedelta(minutes=1))
+    ] == [
         2,
         2.5,
         2,

@@ -8,8 +8,8 @@ from holdfast.core.box import Box
 
 
 def test_a_box_has_as_many_offsets_as_sizes():
-    assert Box.at((1, 2), (3, 4)) == Box((1, 2), (4, 6))
+    assert Box.from_offsets((1, 2), (3, 4)) == Box((1, 2), (4, 6))
     with pytest.raises(ValueError, match="as many offsets as sizes"):
-        Box.at((1, 2), (3,))
+        Box.from_offsets((1, 2), (3,))
     with pytest.raises(ValueError, match="as many offsets as sizes"):
-        Box.at((1,), (3, 4))
+        Box.from_offsets((1,), (3, 4))

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tests.support import run_in_threads
 
 from holdfast.core import content_hash
-from holdfast.core.content_hash import ContentHash, Hashed, hash_bytes, head_bytes
+from holdfast.core.content_hash import ContentHasher, HashAndHead, hash_bytes, hash_head
 
 PIECE, HEAD = 64, 24
 
 
-def oracle(data: bytes, piece: int, head: int) -> Hashed:
+def oracle(data: bytes, piece: int, head: int) -> HashAndHead:
     """What the module's docstring says, in so many words."""
     pieces = [xxhash.xxh3_128(data[at : at + piece]).digest() for at in range(0, len(data), piece)]
     if len(data) <= piece:
@@ -27,7 +27,7 @@ def oracle(data: bytes, piece: int, head: int) -> Hashed:
         number = int(
             xxhash.xxh3_128(len(data).to_bytes(8, "little") + b"".join(pieces)).hexdigest(), 16
         )
-    return Hashed(number, zlib.crc32(data[:head]) if len(data) > head else None)
+    return HashAndHead(number, zlib.crc32(data[:head]) if len(data) > head else None)
 
 
 @pytest.fixture
@@ -52,12 +52,12 @@ def test_any_blocks_in_any_order_have_the_hash_of_the_whole(
 ):
     blocks = blocks_of(data, cuts)
     order.shuffle(blocks)
-    found = ContentHash(len(data))
+    found = ContentHasher(len(data))
     for start, block in blocks:
         scratch = bytearray(block)  # memory that is lent, and holds something else afterwards
         found.add(start, memoryview(scratch))
         scratch[:] = bytes(len(scratch))
-    assert found.done() == oracle(data, PIECE, HEAD) == hash_bytes(data)
+    assert found.result() == oracle(data, PIECE, HEAD) == hash_bytes(data)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 65536, 65537, (1 << 20), (1 << 20) + 1, (3 << 20) - 5])
@@ -70,31 +70,31 @@ def test_the_real_sizes(nbytes: int):
 def test_many_threads_at_once():
     data = random.Random(3).randbytes(500 * PIECE + 7)
     blocks = blocks_of(data, [random.Random(7).randrange(len(data)) for _ in range(900)])
-    found = ContentHash(len(data))
+    found = ContentHasher(len(data))
 
     def run(number: int) -> None:
         for start, block in blocks[number::4]:
             found.add(start, block)
 
     run_in_threads(run, range(4))
-    assert found.done() == oracle(data, PIECE, HEAD)
+    assert found.result() == oracle(data, PIECE, HEAD)
 
 
 @pytest.mark.usefixtures("short")
 @given(st.binary(min_size=HEAD + 1, max_size=3 * PIECE), st.lists(st.integers(0, 400), max_size=6))
 def test_the_head_alone(data: bytes, cuts: list[int]):
-    found = ContentHash(len(data), whole=False)
+    found = ContentHasher(len(data), whole=False)
     for start, block in reversed(blocks_of(data, cuts)):
         found.add(start, block)
-    assert found.done() == Hashed(None, oracle(data, PIECE, HEAD).head) == head_bytes(data)
+    assert found.result() == HashAndHead(None, oracle(data, PIECE, HEAD).head) == hash_head(data)
 
 
 @pytest.mark.usefixtures("short")
 def test_a_hash_that_is_not_complete_is_none():
-    found = ContentHash(200)
+    found = ContentHasher(200)
     found.add(0, bytes(70))
     with pytest.raises(ValueError, match="before all bytes"):
-        found.done()
+        found.result()
 
 
 @pytest.mark.usefixtures("short")

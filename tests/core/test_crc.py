@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core import crc
-from holdfast.core.crc import KEPT_NBYTES, SHORT_NBYTES, crc32_each, have_crcs
+from holdfast.core.crc import LOCK_KEPT_NBYTES, SHORT_NBYTES, crc32_each, has_crcs
 
 LENGTHS = [
     0,
     1,
-    KEPT_NBYTES - 1,
-    KEPT_NBYTES,
-    KEPT_NBYTES + 1,
-    3 * KEPT_NBYTES,
+    LOCK_KEPT_NBYTES - 1,
+    LOCK_KEPT_NBYTES,
+    LOCK_KEPT_NBYTES + 1,
+    3 * LOCK_KEPT_NBYTES,
     16 << 10,
     SHORT_NBYTES,
     SHORT_NBYTES + 1,
@@ -51,7 +51,7 @@ def test_the_lock_is_kept_for_short_pieces(monkeypatch):
 
     monkeypatch.setattr(crc, "crc32", noted)
     crc32_each(pieces(LENGTHS))
-    assert [nbytes for nbytes in seen if nbytes > KEPT_NBYTES] == [SHORT_NBYTES + 1, 1 << 20]
+    assert [nbytes for nbytes in seen if nbytes > LOCK_KEPT_NBYTES] == [SHORT_NBYTES + 1, 1 << 20]
 
 
 @given(st.data())
@@ -63,8 +63,8 @@ def test_pieces_of_a_buffer(data):
     begins, ends = edges[::2], edges[1::2]
     memory = np.random.default_rng(1).integers(0, 256, (edges[-1] if edges else 0) + 10, np.uint8)
     crcs = [zlib.crc32(memory[begin:end]) for begin, end in zip(begins, ends, strict=True)]
-    assert have_crcs(memory.data, begins, ends, crcs)
+    assert has_crcs(memory.data, begins, ends, crcs)
     at = data.draw(st.integers(0, len(memory) - 1))
     memory[at] ^= 1 << data.draw(st.integers(0, 7))
     inside = any(begin <= at < end for begin, end in zip(begins, ends, strict=True))
-    assert have_crcs(memory.data, begins, ends, crcs) != inside
+    assert has_crcs(memory.data, begins, ends, crcs) != inside

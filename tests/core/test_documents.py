@@ -18,7 +18,7 @@ from holdfast.core.documents import (
     write_document,
 )
 from holdfast.core.limits import Limits
-from holdfast.core.strict_json import paid_nbytes
+from holdfast.core.strict_json import required_nbytes
 from holdfast.engine.targets import bucket_claims
 from holdfast.errors import Corrupted, HeaderError, HoldfastError, LimitExceeded, Unsupported
 from holdfast.extras.runs import lock, record
@@ -81,7 +81,7 @@ def unsealed(value: object) -> bytes:
 
 def sealed(kind: DocumentType, raw: bytes) -> bytes:
     """A text with a right checksum, where the kind has one."""
-    return raw if kind.sealed is None else seal(raw, paid_nbytes(raw))
+    return raw if kind.sealed is None else seal(raw, required_nbytes(raw))
 
 
 def refused(kind: DocumentType, raw: bytes, limits: Limits | None = None) -> HoldfastError:

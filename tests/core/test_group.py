@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.groups import ThreadGroup, good, on_ranks
 
-from holdfast.core.group import ALONE, acting, deal, exchange, share_out, telling, together
+from holdfast.core.group import (
+    ALONE,
+    assign_evenly,
+    divide_work,
+    exchange,
+    joined_ranks,
+    joint_phase,
+    shared_errors,
+)
 from holdfast.errors import (
     CannotHold,
     NoSuchPath,
@@ -27,8 +35,8 @@ def squares(group: ThreadGroup, weights: list[int], asked: dict[int, list[int]])
         asked[group.rank] = numbers
         return [number * number for number in numbers]
 
-    with acting(group, "square") as ranks:
-        return share_out(ranks, weights, work, int)
+    with joined_ranks(group, "square") as ranks:
+        return divide_work(ranks, weights, work, int)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -45,7 +53,7 @@ def test_work_is_done_once_and_known_to_all(size: int):
 @given(st.lists(st.integers(0, 1 << 40), max_size=60), st.integers(1, 7))
 def test_the_first_rank_has_the_least_work(nbytes: list[int], size: int):
     """Never more than an n-th, whatever the pieces are: it is the last that is dealt to."""
-    picks = size - 1 - deal(np.array(nbytes, np.int64), np.zeros(size, np.int64))
+    picks = size - 1 - assign_evenly(np.array(nbytes, np.int64), np.zeros(size, np.int64))
     loads = [
         sum(n for n, rank in zip(nbytes, picks.tolist(), strict=True) if rank == r)
         for r in range(size)
@@ -55,10 +63,10 @@ def test_the_first_rank_has_the_least_work(nbytes: list[int], size: int):
 
 def test_an_error_of_one_rank_is_raised_on_all():
     def job(group: ThreadGroup) -> None:
-        with acting(group, "fail") as ranks:
+        with joined_ranks(group, "fail") as ranks:
             if group.rank == 2:
                 raise ValueError("a bad disk")
-            share_out(ranks, [1, 1, 1], lambda numbers: numbers, int)
+            divide_work(ranks, [1, 1, 1], lambda numbers: numbers, int)
 
     found = on_ranks(3, job)
     assert all(
@@ -72,8 +80,8 @@ def test_an_error_in_the_work_is_raised_on_all():
         raise NoSuchPath("nothing there", file="x")
 
     def job(group: ThreadGroup) -> None:
-        with acting(group, "fail") as ranks:
-            share_out(ranks, [1, 1], work, int)
+        with joined_ranks(group, "fail") as ranks:
+            divide_work(ranks, [1, 1], work, int)
 
     assert all(
         isinstance(one, RanksFoundNothing) and one.filename == "x" for one in on_ranks(2, job)
@@ -84,7 +92,7 @@ def fail_with(codes: list[int | None]) -> list[object]:
     """Run a job whose ranks fail with these codes of the file system; None for a rank that succeeds."""
 
     def job(group: ThreadGroup) -> None:
-        with acting(group, "write") as ranks, together(ranks):
+        with joined_ranks(group, "write") as ranks, joint_phase(ranks):
             if (code := codes[group.rank]) is not None:
                 raise OSError(code, os.strerror(code))
 
@@ -109,7 +117,7 @@ def test_an_error_of_a_decision_keeps_its_errno():
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     def job(group: ThreadGroup) -> None:
-        with acting(group, "write") as ranks:
+        with joined_ranks(group, "write") as ranks:
             ranks.agree(b"", decide)
 
     for error in on_ranks(2, job):
@@ -121,7 +129,10 @@ def test_a_group_of_one_raises_its_own_error():
     own = NoSuchPath("nothing there", file="x")
 
     def job(group: ThreadGroup) -> None:
-        with acting(group, "look") as ranks, together(ranks, "some tensors have been changed"):
+        with (
+            joined_ranks(group, "look") as ranks,
+            joint_phase(ranks, "some tensors have been changed"),
+        ):
             raise own
 
     assert on_ranks(1, job) == [own]
@@ -130,7 +141,7 @@ def test_a_group_of_one_raises_its_own_error():
 
 def test_problems_of_all_ranks_are_listed():
     def job(group: ThreadGroup) -> None:
-        with acting(group, "refuse") as ranks, together(ranks):
+        with joined_ranks(group, "refuse") as ranks, joint_phase(ranks):
             raise CannotHold("no", [f"problem {group.rank}"])
 
     found = on_ranks(2, job)
@@ -142,8 +153,8 @@ def test_problems_of_all_ranks_are_listed():
 
 def test_ranks_that_see_different_things_are_told():
     def job(group: ThreadGroup) -> None:
-        with acting(group, "look") as ranks:
-            share_out(ranks, [1, 2] if group.rank == 1 else [1, 3], lambda numbers: numbers, int)
+        with joined_ranks(group, "look") as ranks:
+            divide_work(ranks, [1, 2] if group.rank == 1 else [1, 3], lambda numbers: numbers, int)
 
     found = on_ranks(3, job)
     assert all(
@@ -153,24 +164,24 @@ def test_ranks_that_see_different_things_are_told():
 
 def test_ranks_that_do_different_things_are_told():
     def job(group: ThreadGroup) -> None:
-        with acting(group, "copy" if group.rank else "verify") as ranks:
+        with joined_ranks(group, "copy" if group.rank else "verify") as ranks:
             exchange(ranks, b"", common=b"")
 
     assert all("it was asked to copy, and rank 0 to verify" in str(one) for one in on_ranks(2, job))
 
 
 def test_one_process_keeps_its_errors():
-    with pytest.raises(ValueError, match="mine") as caught, acting(None, "fail"):
+    with pytest.raises(ValueError, match="mine") as caught, joined_ranks(None, "fail"):
         raise ValueError("mine")
     assert type(caught.value) is ValueError
-    with pytest.raises(Replaced), telling(ALONE):
+    with pytest.raises(Replaced), shared_errors(ALONE):
         raise Replaced("gone")
     assert ALONE.agree(b"x", lambda messages: [messages[0] * 2]) == b"xx"
 
 
 def test_every_rank_has_what_all_have():
     def job(group: ThreadGroup) -> list[bytes]:
-        with acting(group, "tell") as ranks:
+        with joined_ranks(group, "tell") as ranks:
             return exchange(ranks, b"%d" % group.rank, common=b"same")
 
     assert good(on_ranks(4, job)) == [[b"0", b"1", b"2", b"3"]] * 4

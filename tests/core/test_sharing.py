@@ -101,7 +101,7 @@ def test_a_storage_is_its_range_in_its_home():
     assert all(one != other for other in others)
     assert len({one, *others}) == 7
     assert "home" not in repr(one)
-    assert one.moved(others[-1].home) == others[-1]
+    assert one.with_home(others[-1].home) == others[-1]
     assert one != "f"
 
 

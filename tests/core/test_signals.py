@@ -41,13 +41,13 @@ def before() -> Iterator[list[int]]:
 def test_what_was_there_is_there_again(before: list[int]):
     mine = signal.getsignal(USR1)
     ours = Caught()
-    ours.override.put(USR1)
-    ours.override.put(USR1)
+    ours.override.install(USR1)
+    ours.override.install(USR1)
     signal.raise_signal(USR1)
-    ours.override.give_back()
+    ours.override.restore()
     assert signal.getsignal(USR1) is ours.override  # it has something to do
     ours.wanted = False
-    ours.override.give_back()
+    ours.override.restore()
     assert signal.getsignal(USR1) is mine
     assert (ours.numbers, before) == ([USR1], [])
 
@@ -56,17 +56,17 @@ def test_what_was_there_is_there_again(before: list[int]):
 def test_any_kind_of_handler_is_given_back(default: object, before: list[int]):
     signal.signal(USR1, default)
     ours = Caught()
-    ours.override.put(USR1)
+    ours.override.install(USR1)
     ours.wanted = False
-    ours.override.give_back()
+    ours.override.restore()
     assert signal.getsignal(USR1) is default
 
 
 def test_another_thread_leaves_it_to_the_main_one(before: list[int]):
     ours = Caught()
-    ours.override.put(USR1)
+    ours.override.install(USR1)
     ours.wanted = False
-    thread = threading.Thread(target=ours.override.give_back)
+    thread = threading.Thread(target=ours.override.restore)
     thread.start()
     thread.join()
     assert signal.getsignal(USR1) is ours.override
@@ -78,7 +78,7 @@ def test_another_thread_leaves_it_to_the_main_one(before: list[int]):
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_handler_on_top_stays_there(wanted: bool, before: list[int]):
     ours = Caught()
-    ours.override.put(USR1)
+    ours.override.install(USR1)
     theirs: list[int] = []
     beneath = signal.getsignal(USR1)
 
@@ -88,7 +88,7 @@ def test_a_handler_on_top_stays_there(wanted: bool, before: list[int]):
 
     signal.signal(USR1, top)
     ours.wanted = wanted
-    ours.override.give_back()
+    ours.override.restore()
     assert signal.getsignal(USR1) is top
     signal.raise_signal(USR1)
     assert signal.getsignal(USR1) is top
@@ -99,7 +99,7 @@ def test_a_default_beneath_a_handler_on_top_does_nothing(before: list[int]):
     """What was there would not have been called by them, and ends nobody now."""
     signal.signal(USR1, signal.SIG_DFL)
     ours = Caught()
-    ours.override.put(USR1)
+    ours.override.install(USR1)
     beneath = signal.getsignal(USR1)
     theirs: list[int] = []
     signal.signal(USR1, lambda number, frame: (theirs.append(number), beneath(number, frame)))
@@ -111,13 +111,13 @@ def test_a_default_beneath_a_handler_on_top_does_nothing(before: list[int]):
 def test_two_of_ours_that_end_in_either_order(before: list[int]):
     mine = signal.getsignal(USR1)
     lower, upper = Caught(), Caught()
-    lower.override.put(USR1)
-    upper.override.put(USR1)
+    lower.override.install(USR1)
+    upper.override.install(USR1)
     lower.wanted = False
-    lower.override.give_back()
+    lower.override.restore()
     assert signal.getsignal(USR1) is upper.override
     upper.wanted = False
-    upper.override.give_back()
+    upper.override.restore()
     assert signal.getsignal(USR1) is mine
 
 
@@ -125,7 +125,7 @@ def test_two_of_ours_that_end_in_either_order(before: list[int]):
 def test_a_fork_has_what_was_there(before: list[int]):
     mine = signal.getsignal(USR1)
     ours = Caught()
-    ours.override.put(USR1)
+    ours.override.install(USR1)
     child = os.fork()
     if not child:
         os._exit(
@@ -134,4 +134,4 @@ def test_a_fork_has_what_was_there(before: list[int]):
     assert os.waitpid(child, 0)[1] == 0
     assert signal.getsignal(USR1) is ours.override
     ours.wanted = False
-    ours.override.give_back()
+    ours.override.restore()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.tiling import covers
+from holdfast.core.tiling import is_shape_tiled
 
 StartAndSize = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -50,20 +50,20 @@ def test_as_counting_says(data):
     held = np.zeros(size, np.int64)
     for offsets, sizes in boxes:
         held[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))] += 1
-    assert covers(size, boxes) == bool((held == 1).all())
+    assert is_shape_tiled(size, boxes) == bool((held == 1).all())
 
 
 def test_the_same_volume_in_another_place():
-    assert covers((4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 2)), ((2, 2), (2, 2))])
-    assert not covers((4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 2)), ((0, 2), (2, 2))])
-    assert not covers(
+    assert is_shape_tiled((4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 2)), ((2, 2), (2, 2))])
+    assert not is_shape_tiled((4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 2)), ((0, 2), (2, 2))])
+    assert not is_shape_tiled(
         (4, 4), [((0, 0), (2, 2)), ((0, 0), (2, 2)), ((2, 2), (2, 2)), ((2, 2), (2, 2))]
     )
 
 
 def test_bricks():
     """No line goes through: a tiling that is no grid."""
-    assert covers(
+    assert is_shape_tiled(
         (3, 3),
         [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))],
     )
@@ -73,8 +73,8 @@ def test_bricks():
 def test_large_numbers(size):
     half = size[-1] // 2
     boxes = [((*(0,) * (len(size) - 1), at), (*size[:-1], half)) for at in (0, half)]
-    assert covers(size, boxes)
-    assert not covers(size, [boxes[0], boxes[0]])
+    assert is_shape_tiled(size, boxes)
+    assert not is_shape_tiled(size, [boxes[0], boxes[0]])
 
 
 def test_a_hundred_thousand_boxes_take_a_second_at_the_most():
@@ -83,8 +83,8 @@ def test_a_hundred_thousand_boxes_take_a_second_at_the_most():
     random.Random(0).shuffle(boxes)
     before = time.process_time()
     assert len(boxes) > 100_000
-    assert covers((side * 2, side * 2), boxes)
-    assert not covers((side * 2, side * 2), boxes[:-1])
+    assert is_shape_tiled((side * 2, side * 2), boxes)
+    assert not is_shape_tiled((side * 2, side * 2), boxes[:-1])
     assert time.process_time() - before < 5
 
 
@@ -93,5 +93,5 @@ def test_64_dimensions_cut_in_all_of_them():
     rest = [
         ((0,) * d + (1,) + (0,) * (63 - d), (1,) * d + (1,) + (2,) * (63 - d)) for d in range(64)
     ]
-    assert covers(size, [*rest, ((0,) * 64, (1,) * 64)])
-    assert not covers(size, [*rest, ((0,) * 63 + (1,), (1,) * 64)])
+    assert is_shape_tiled(size, [*rest, ((0,) * 64, (1,) * 64)])
+    assert not is_shape_tiled(size, [*rest, ((0,) * 63 + (1,), (1,) * 64)])

@@ -1034,7 +1034,7 @@ def test_where_no_thread_starts_the_fsync_does_it_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(new_file, "STRETCH_NBYTES", 1 << 12)
-    monkeypatch.setattr(new_file, "start", lambda run, *, name, daemon: None)
+    monkeypatch.setattr(new_file, "start_thread", lambda run, *, name, daemon: None)
     files, data = Begun(), os.urandom(1 << 16)
     with FileTransaction(tmp_path / "model", files=files) as t:
         t.file.allocate(len(data))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.core.chunk import Storage
-from holdfast.core.crc import combine, crc32
+from holdfast.core.crc import combine_crcs, crc32
 from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
@@ -27,9 +27,9 @@ def zeros_crc(nbytes: int) -> int:
     total, piece, length = 0, crc32(b"\0"), 1
     while nbytes:
         if nbytes & 1:
-            total = combine(total, piece, length)
+            total = combine_crcs(total, piece, length)
         nbytes >>= 1
-        piece, length = combine(piece, piece, length), 2 * length
+        piece, length = combine_crcs(piece, piece, length), 2 * length
     return total
 
 

@@ -19,7 +19,7 @@ from tests.sampling import examples
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Opaque, Size
-from holdfast.core.strict_json import is_unicode, json_limits, paid_nbytes, parse
+from holdfast.core.strict_json import is_unicode, json_limits, parse, required_nbytes
 from holdfast.core.tensor import Composite, Traits
 from holdfast.errors import FormatError, HeaderError, LimitExceeded, MetadataError
 from holdfast.formats.tree_json.decode import decode_tree
@@ -33,7 +33,7 @@ def through_json(tree, state=None):
     encoded = encode_value(tree) if state is None else encode_state(state)
     assert encoded.problems == ()
     raw = msgspec.json.encode(encoded.value)
-    raw = raw.ljust(paid_nbytes(raw))
+    raw = raw.ljust(required_nbytes(raw))
     return decode_tree(
         parse(raw, LIMITS), ({} if state is None else state.tensors).__getitem__, Memory().source
     )[0]

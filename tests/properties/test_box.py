@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.box import Box
-from holdfast.core.tiling import tiles
+from holdfast.core.tiling import is_tiled_by
 from tests.support import points
 
 
@@ -27,11 +27,11 @@ def test_intersection_is_the_common_points(pair):
 def test_tiles_means_every_point_once(drawn):
     whole, parts = drawn
     counted = [p for part in parts for p in points(part)]
-    assert tiles(whole, parts) == (sorted(counted) == sorted(points(whole)))
+    assert is_tiled_by(whole, parts) == (sorted(counted) == sorted(points(whole)))
 
 
 @given(boxes(2), st.integers(0, 1), st.integers(1, 9), st.integers(1, 4))
 def test_a_split_tiles(whole, axis, parts, again):
     pieces = [q for p in whole.split(axis, parts) for q in p.split(1 - axis, again)]
-    assert tiles(whole, pieces)
-    assert not pieces or not tiles(whole, pieces[1:])
+    assert is_tiled_by(whole, pieces)
+    assert not pieces or not is_tiled_by(whole, pieces[1:])

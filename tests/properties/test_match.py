@@ -1,4 +1,4 @@
-"""`match` and `meet` against plain oracles: dicts of names, and arrays that are cut by numpy."""
+"""`match_rows` and `find_overlaps` against plain oracles: dicts of names, and arrays that are cut by numpy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.dtype import DTYPES
-from holdfast.core.match import match, meet
+from holdfast.core.match import find_overlaps, match_rows
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.engine.table import lazy_table
@@ -34,7 +34,7 @@ def test_pairs_are_those_of_equal_names(source, target, data):
         return None if there == here else f"{there} is not {here}"
 
     rows = {name: row for row, name in enumerate(source)}
-    found = match(rows, kind, target, own, judge)
+    found = match_rows(rows, kind, target, own, judge)
     pairs = [(rows[name], number) for number, name in enumerate(target) if name in rows]
     fitting = [(row, number) for row, number in pairs if kind[row] == own[number]]
     assert list(zip(found.source, found.target, strict=True)) == fitting
@@ -101,7 +101,7 @@ def test_parts_hold_what_numpy_cuts(tensors, data):
         wanted.append(
             None if data.draw(st.booleans()) else boxes_of([data.draw(cuts(n)) for n in shape])
         )
-    met = meet(table, rows, wanted)
+    met = find_overlaps(table, rows, wanted)
     assert met.pairs == sorted(met.pairs)
     ranged = [pair for at, pair in enumerate(met.pairs) if at not in met.parts]
     for pair in ranged:

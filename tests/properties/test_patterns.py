@@ -7,7 +7,7 @@ from functools import reduce
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.order import in_order, natural
+from holdfast.core.order import natural_sort_key, sort_naturally
 from holdfast.core.patterns import (
     compile_glob,
     make_matcher,
@@ -187,17 +187,17 @@ def test_the_order_of_names_is_total_and_that_of_their_numbers(names):
     def oracle(name):
         return [int(x) if x.isdecimal() else x for x in re.split("([0-9]+)", name)], name
 
-    assert sorted(names, key=natural) == sorted(names, key=oracle)
+    assert sorted(names, key=natural_sort_key) == sorted(names, key=oracle)
     for one in names:
         for other in names:
-            assert (natural(one) == natural(other)) == (one == other)
+            assert (natural_sort_key(one) == natural_sort_key(other)) == (one == other)
 
 
 @given(st.lists(MIXED, unique=True, max_size=10))
 def test_what_differs_in_no_number_stays_as_it_was(names):
-    found = in_order(names)
+    found = sort_naturally(names)
     assert sorted(found) == sorted(names)
-    assert in_order(found) == found
+    assert sort_naturally(found) == found
     without = [re.sub("[0-9]+", "0", name) for name in names]
     if len(set(without)) == len(names) and not any("." in name for name in names):
         assert found == names

@@ -166,7 +166,10 @@ def test_an_index_takes_the_elements_that_numpy_takes(data, drawn):
     moved = data.draw(st.booleans())
     chunk = (
         Chunk(
-            Box.at((1,) * chunk.box.rank, chunk.shape), chunk.storage, chunk.offset, chunk.strides
+            Box.from_offsets((1,) * chunk.box.rank, chunk.shape),
+            chunk.storage,
+            chunk.offset,
+            chunk.strides,
         )
         if moved
         else chunk

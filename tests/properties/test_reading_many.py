@@ -236,7 +236,7 @@ def test_rows_of_one_tensor(tmp_path_factory, data, dtype, format, cut):
                     t.name
                     for t in given
                     for c in t.chunks
-                    if c.storage.start + c.extent(t.dtype)[1] > end
+                    if c.storage.start + c.byte_range(t.dtype)[1] > end
                 }
                 if gone:
                     is_refused(lambda given=given: holdfast.read(given), HoldfastError, gone)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.chunk import in_c_order
+from holdfast.core.chunk import is_c_ordered
 from holdfast.engine.arrays import Resident
 from holdfast.engine.table import lazy_table
 from holdfast.formats.recorded import LARGEST_STORAGE_RATIO, share
@@ -92,7 +92,7 @@ def compared(tensors):
             ((name, (_, strides)),) = kept.items()
             tensor = written[name]
             short = tensor.size < 2 or storage.nbytes > LARGEST_STORAGE_RATIO * tensor.nbytes
-            if short or in_c_order(tensor.shape, strides, tensor.dtype.bits):
+            if short or is_c_ordered(tensor.shape, strides, tensor.dtype.bits):
                 continue
         if kept:
             found.append((storage.nbytes, [*kept.items()]))

@@ -57,7 +57,9 @@ def boxes_of(plan: RankPlan, rank: int) -> list[tuple[str, Box]]:
         named.append(
             (
                 catalogue.names[t],
-                Box.at(writes.offsets[:dims, i].tolist(), writes.sizes[:dims, i].tolist()),
+                Box.from_offsets(
+                    writes.offsets[:dims, i].tolist(), writes.sizes[:dims, i].tolist()
+                ),
             )
         )
     return named

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from holdfast.core import group
 from holdfast.core.box import Box
-from holdfast.core.group import deal
+from holdfast.core.group import assign_evenly
 from holdfast.ranks.plan import deal_classes, plan_ranks
 from tests.ranks.columns import boxes_of, loads_of, rank_state
 
@@ -20,7 +20,7 @@ LOADS = st.lists(st.integers(0, 5000), min_size=1, max_size=9)
 def test_a_class_ends_at_its_mean_and_one_box(largest, sizes, loads):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group, "LARGEST", largest)
-        picks = deal(np.array(sizes), np.array(loads))
+        picks = assign_evenly(np.array(sizes), np.array(loads))
     after = np.array(loads)
     np.add.at(after, picks, sizes)
     mean = after.sum() / len(loads)
@@ -30,7 +30,7 @@ def test_a_class_ends_at_its_mean_and_one_box(largest, sizes, loads):
 
 
 def test_most_holders_get_neighbours():
-    picks = deal(np.full(1000, 64), np.zeros(4, np.int64))
+    picks = assign_evenly(np.full(1000, 64), np.zeros(4, np.int64))
     assert np.count_nonzero(np.diff(picks)) < 4 * 2 * group.LARGEST
 
 

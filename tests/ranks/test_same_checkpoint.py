@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import Shard
 
 import holdfast
-from holdfast.core.group import check_same
+from holdfast.core.group import check_same_checkpoint
 from holdfast.errors import Replaced
 from holdfast.torch.ranks.load_sharded import load_sharded
 from holdfast.torch.ranks.save_sharded import save_sharded
@@ -66,9 +66,9 @@ def test_copies_are_one_checkpoint_and_other_content_is_not(tmp_path: Path, name
         holdfast.save({"w": torch.full((5,), number), "step": 1}, tmp_path / folder / name)
         with holdfast.open(tmp_path / folder / name) as checkpoint:
             marks.append(checkpoint_mark(checkpoint))
-    check_same(marks[:2])
+    check_same_checkpoint(marks[:2])
     with pytest.raises(Replaced) as raised:
-        check_same(marks)
+        check_same_checkpoint(marks)
     assert raised.value.found == (2,)
 
 

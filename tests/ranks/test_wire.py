@@ -26,7 +26,7 @@ def states(draw):
         sides = st.tuples(*(st.tuples(st.integers(0, 1 << 40), st.integers(0, n)) for n in shape))
         boxes.append(
             [
-                Box.at([o for o, _ in s], [n for _, n in s])
+                Box.from_offsets([o for o, _ in s], [n for _, n in s])
                 for s in draw(st.lists(sides, max_size=3))
             ]
         )

@@ -15,7 +15,7 @@ import holdfast
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.crc import crc32
-from holdfast.core.digest import Digest, combined
+from holdfast.core.digest import Digest, combine_digests
 from holdfast.core.dtype import DTYPES
 from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.engine.blocks import pack
@@ -220,7 +220,7 @@ def test_text_meta_and_empty():
 def test_the_digest_of_many_depends_on_names_and_not_on_order():
     float32 = DTYPES.name("float32")
     a, b = Digest(float32, (1,), 1), Digest(float32, (1,), 2)
-    assert combined({"x": a, "y": b}) == combined({"y": b, "x": a})
+    assert combine_digests({"x": a, "y": b}) == combine_digests({"y": b, "x": a})
     different = [
         {"x": a},
         {"y": a},
@@ -232,7 +232,7 @@ def test_the_digest_of_many_depends_on_names_and_not_on_order():
         {'x"': a},
         {},
     ]
-    assert len({combined(d) for d in different}) == len(different)
+    assert len({combine_digests(d) for d in different}) == len(different)
 
 
 def test_expanded_views_are_refused_before_they_cost():

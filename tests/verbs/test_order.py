@@ -11,7 +11,7 @@ import holdfast
 from holdfast.cli.main import main
 from holdfast.cli.text import plain
 from holdfast.cli.verify import verify_lines
-from holdfast.core.order import in_order
+from holdfast.core.order import sort_naturally
 from holdfast.verbs.verify import Damage, VerifyReport
 
 LAYERS = [f"layers.{n}.w" for n in range(20)]
@@ -132,7 +132,7 @@ def test_what_came_where_all_was_zero_is_large(tmp_path, capsys):
 
 def test_what_is_no_series_stays_as_it_was_saved():
     names = ["embed", "h.0.attn", "h.0.mlp", "h.10.attn", "h.2.mlp", "h.2.attn", "norm", "head"]
-    assert in_order(names) == [
+    assert sort_naturally(names) == [
         "embed",
         "h.0.attn",
         "h.0.mlp",

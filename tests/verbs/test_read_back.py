@@ -15,7 +15,7 @@ import holdfast
 import holdfast.torch as ht
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description
-from holdfast.core.strict_json import parse_parts
+from holdfast.core.strict_json import parse_values
 from holdfast.core.value import replace
 from holdfast.engine import stream, write
 from holdfast.engine.files import tabulate
@@ -213,11 +213,11 @@ def test_lists_of_a_manifest_are_paid_for_by_the_whole_of_it(tmp_path):
 
 def test_more_lists_than_a_document_pays_for_are_refused():
     part = b"[" + b",".join([b"[]"] * 3000) + b"]"
-    assert len(parse_parts({"tree": part}, Limits(), nbytes=10 * 2001 + 1)["tree"]) == 3000
+    assert len(parse_values({"tree": part}, Limits(), nbytes=10 * 2001 + 1)["tree"]) == 3000
     with pytest.raises(HeaderError):
-        parse_parts({"tree": part}, Limits(), nbytes=10 * 2001 - 1)
+        parse_values({"tree": part}, Limits(), nbytes=10 * 2001 - 1)
     with pytest.raises(HeaderError):
-        parse_parts({"tree": part, "views": part}, Limits(), nbytes=10 * 3001 + 1)
+        parse_values({"tree": part, "views": part}, Limits(), nbytes=10 * 3001 + 1)
 
 
 @pytest.mark.parametrize("format", ["native", "dcp", "safetensors"])

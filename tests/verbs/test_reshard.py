@@ -11,7 +11,7 @@ import holdfast
 from holdfast.cli.main import main
 from holdfast.core.box import Box
 from holdfast.core.placement_rules import default_axes, parse_rule
-from holdfast.core.tiling import tiles
+from holdfast.core.tiling import is_tiled_by
 from holdfast.errors import BadPlacement
 from holdfast.verbs.reshard import local_box, parse_mesh, reshard
 
@@ -52,7 +52,7 @@ def test_boxes_of_all_ranks_tile_the_tensor():
             for j in range(2)
             for k in range(4)
         }
-        assert tiles(Box.whole((7, 10)), [box for box in boxes if box.count]), axes
+        assert is_tiled_by(Box.whole((7, 10)), [box for box in boxes if box.count]), axes
 
 
 @pytest.mark.parametrize("text", ["", "dp", "dp=0", "dp=2,dp=2", "dp=x", "=2"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.core.quantities import byte_count
+from holdfast.core.quantities import parse_nbytes
 from holdfast.errors import CannotHold, LimitExceeded, NotCommitted, Unsupported
 from holdfast.verbs.shared.formats import Options, format_for
 from holdfast.verbs.shared.planned import Saved
@@ -186,7 +186,7 @@ def test_formats_by_suffix_and_by_name():
 @pytest.mark.parametrize("text", ["", "x", "-1", "0", "1 XB", "nan", "inf", "1e400"])
 def test_sizes_that_are_none(text):
     with pytest.raises(Unsupported):
-        byte_count(text)
+        parse_nbytes(text)
 
 
 def test_a_state_nested_too_deep_is_refused(tmp_path):

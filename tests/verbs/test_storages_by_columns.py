@@ -53,5 +53,5 @@ def test_columns_say_what_tensors_say(suffix: str, nested: bool, tmp_path: Path)
         sums = ckpt.source.digest(list(tensors.values()))
         each = zip(tensors.items(), sums, strict=True)
         assert ckpt.digests() == {
-            name: Digest.of(tensor.dtype, tensor.shape, crc) for (name, tensor), crc in each
+            name: Digest.from_crc32(tensor.dtype, tensor.shape, crc) for (name, tensor), crc in each
         }

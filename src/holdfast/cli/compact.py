@@ -30,11 +30,11 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from holdfast.core.text import nbytes
+    from holdfast.core.text import format_nbytes
     from holdfast.verbs.compact import plan_compact
 
     planned = plan_compact(options.src, options.dst, given(options, InPlaceOptions))
     return carry_out(
-        planned, "Compacting", options, more=lambda done, seconds: f", {nbytes(done.dropped_nbytes)} less",
+        planned, "Compacting", options, more=lambda done, seconds: f", {format_nbytes(done.dropped_nbytes)} less",
         fields=lambda done: fields_of(done, "source before_nbytes dropped_nbytes"),
     )  # fmt: skip

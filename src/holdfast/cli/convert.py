@@ -78,9 +78,9 @@ def rate(done: Saved, seconds: float) -> str:
     if seconds < 1:
         return ""
 
-    from holdfast.core.text import nbytes
+    from holdfast.core.text import format_nbytes
 
-    return f", {nbytes(int(done.nbytes / seconds))}/s"
+    return f", {format_nbytes(int(done.nbytes / seconds))}/s"
 
 
 def conversion_fields(done: Conversion) -> dict[str, object]:

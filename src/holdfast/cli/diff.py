@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from holdfast.cli import values
 from holdfast.cli.progress import bar
 from holdfast.cli.text import Line, fields_of, print_json, print_lines, shell_text, width
-from holdfast.core.group import acting
-from holdfast.core.order import in_order
+from holdfast.core.group import joined_ranks
+from holdfast.core.order import sort_naturally
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.text import clip, count, escape, plural
+from holdfast.core.text import clip, escape, format_count, pluralize
 from holdfast.engine.threads import reading_threads
 from holdfast.numeric.compare import ContentDifference
 from holdfast.numeric.dequantize import BLOCK_TYPES, number_shape
@@ -95,7 +95,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The exit code is that of diff(1): 0 the same, 1 different (2, trouble, is an exception)."""
-    with acting(options.group, "compare") as ranks, ExitStack() as stack:
+    with joined_ranks(options.group, "compare") as ranks, ExitStack() as stack:
         both = ((options.a, options.map), (options.b, None))
         checkpoints = open_alike(ranks, stack, both)
         a, b = chosen_sides(
@@ -104,11 +104,11 @@ def run(options: argparse.Namespace) -> int:
             filter=options.filter,
             tensors_only=options.tensors_only,
         )
-        threads = reading_threads(None, None, ranks.neighbours())
+        threads = reading_threads(None, None, ranks.count_local_ranks())
         comparison = Comparison(a, b, exact=options.exact, threads=threads, ranks=ranks)
         with (
             bar("Comparing", comparison.nbytes, quiet=options.quiet or options.json) as progress,
-            ranks.counting(progress) as counted,
+            ranks.joint_progress(progress) as counted,
         ):
             found = comparison.run(counted)
         if options.json:
@@ -149,11 +149,11 @@ def diff_lines(
     ranked = [change for change in found.ranked(sort) if not change.appeared][:top]
     sections: list[Sequence[tuple[str, str, str, list[str]]]] = [
         [("!", "error", change.name, _changed(change)) for change in sick[:top]],
-        [("-", "foreign", name, _described(a[name])) for name in in_order(found.removed)],
-        [("+", "clean", name, _described(b[name])) for name in in_order(found.added)],
+        [("-", "foreign", name, _described(a[name])) for name in sort_naturally(found.removed)],
+        [("+", "clean", name, _described(b[name])) for name in sort_naturally(found.added)],
         [
             (">", "group", r.a, ["→", escape(clip(r.b))])
-            for r in in_order(found.renamed, lambda one: one.a)
+            for r in sort_naturally(found.renamed, lambda one: one.a)
         ],
         [("~", "value", change.name, _changed(change)) for change in ranked],
         [_value(change) for change in found.values],
@@ -196,10 +196,10 @@ def totals(found: Diff) -> str:
     parts += [f"{len(things):,} {word}" for word, things in kinds.items() if things]
     if found.values:
         parts.append(
-            f"{plural(len(found.values), 'value')} differ{'s' if len(found.values) == 1 else ''}"
+            f"{pluralize(len(found.values), 'value')} differ{'s' if len(found.values) == 1 else ''}"
         )
     unread = f" ({found.same_by_checksum:,} by checksum)" if found.same_by_checksum else ""
-    parts.append(f"{plural(found.same, 'tensor')} the same{unread}")
+    parts.append(f"{pluralize(found.same, 'tensor')} the same{unread}")
     return " · ".join(parts)
 
 
@@ -232,11 +232,11 @@ def _statistics(content: ContentDifference, first: tuple[int, ...] | None) -> li
         "relative -" if content.relative is None else f"relative {number(content.relative)}",
         "cosine -" if content.cosine is None else f"cosine {content.cosine:.6f}",
         "max abs -" if content.max_abs is None else f"max abs {number(content.max_abs)}",
-        f"{count(content.changed)} of {count(content.total)}",
+        f"{format_count(content.changed)} of {format_count(content.total)}",
     ]
     became = (content.nan_appeared, "became NaN"), (content.inf_appeared, "became Inf")
     odd = [
-        f"{count(many)} {what}"
+        f"{format_count(many)} {what}"
         for many, what in (*became, (content.nan_went, "were NaN"), (content.inf_went, "were Inf"))
         if many
     ]
@@ -244,7 +244,7 @@ def _statistics(content: ContentDifference, first: tuple[int, ...] | None) -> li
         place = f" (first at {list(first)})" if first else ""
         return [", ".join(odd) + place, *cells]
     stays = content.nans - content.nan_went
-    return [*cells, *odd, *([f"{count(stays)} NaN in both"] if stays else [])]
+    return [*cells, *odd, *([f"{format_count(stays)} NaN in both"] if stays else [])]
 
 
 def number(value: float) -> str:

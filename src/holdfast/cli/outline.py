@@ -31,7 +31,7 @@ from msgspec import Struct, field
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.opaque import Opaque
-from holdfast.core.order import in_order
+from holdfast.core.order import sort_naturally
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import (
     FREE_CHARACTERS,
@@ -143,7 +143,7 @@ def arrange(root: Branch) -> None:
     """Put siblings that differ in a number only in the order of their numbers, and everything below."""
     for branch in branches(root):
         if len(branch.children) > 1 and any(DIGIT.search(child.label) for child in branch.children):
-            branch.children = in_order(branch.children, lambda child: child.label)
+            branch.children = sort_naturally(branch.children, lambda child: child.label)
 
 
 def total(root: Branch) -> None:

@@ -102,13 +102,13 @@ def say(text: str) -> None:
 
 
 def written_lines(done: Saved, more: str) -> Iterable[Line]:
-    from holdfast.core.text import clip, escape, nbytes, plural
+    from holdfast.core.text import clip, escape, format_nbytes, pluralize
 
     yield [
         ("wrote ", "clean"),
         (escape(clip(done.path, 400)), "title"),
         (f"  {done.format}", "dim"),
-        (f"  {nbytes(done.nbytes)}", "size"),
-        (f" in {plural(len(done.files), 'file')}  {more}", "dim"),
+        (f"  {format_nbytes(done.nbytes)}", "size"),
+        (f" in {pluralize(len(done.files), 'file')}  {more}", "dim"),
     ]
     yield from note_lines(done.notes)

@@ -29,11 +29,11 @@ def add_deadline(verb: argparse.ArgumentParser) -> None:
 
 
 def _seconds(text: str) -> float:
-    from holdfast.core.quantities import seconds
+    from holdfast.core.quantities import parse_seconds
     from holdfast.errors import BadArgument
 
     try:
-        return seconds(text, "--deadline")
+        return parse_seconds(text, "--deadline")
     except BadArgument as error:
         raise argparse.ArgumentTypeError(error.message) from None
 

@@ -31,10 +31,10 @@ import numpy as np
 from holdfast.cli import values
 from holdfast.cli.text import Line, line_width, print_lines
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.order import in_order
+from holdfast.core.order import sort_naturally
 from holdfast.core.patterns import make_matcher
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.text import escape, nbytes, plural
+from holdfast.core.text import escape, format_nbytes, pluralize
 from holdfast.errors import BadIndex, BadTarget, Unsupported, error_context
 from holdfast.stores.platform import NO_FOLLOW, OPEN_FLAGS, sync
 from holdfast.verbs.open import open as open_checkpoint
@@ -160,7 +160,7 @@ def choose(
     """
     chosen: dict[str, LazyTensor] = {}
     for name in names:
-        found = [] if name in checkpoint else in_order(filter(make_matcher(name), checkpoint))
+        found = [] if name in checkpoint else sort_naturally(filter(make_matcher(name), checkpoint))
         chosen.update((n, checkpoint[n]) for n in found or [name])
     for tensor in chosen.values():
         if tensor.traits.meta:
@@ -185,7 +185,7 @@ def show_tensors(tensors: dict[str, LazyTensor]) -> Iterator[Line]:
         yield [
             (escape(name), "title"),
             (f"  {tensor.dtype} ", "dtype"),
-            (f" {list(tensor.shape)}  {nbytes(tensor.nbytes)}", "dim"),
+            (f" {list(tensor.shape)}  {format_nbytes(tensor.nbytes)}", "dim"),
         ]
         for line in text.splitlines():
             yield [(line, "")]
@@ -218,7 +218,7 @@ def write_tensors(
         write_npz(path, tensors, raw=raw)
     yield [
         (
-            f"wrote {escape(str(path))}: {plural(len(tensors), 'array')}, {nbytes(path.stat().st_size)}",
+            f"wrote {escape(str(path))}: {pluralize(len(tensors), 'array')}, {format_nbytes(path.stat().st_size)}",
             "dim",
         )
     ]

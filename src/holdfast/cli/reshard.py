@@ -50,7 +50,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from holdfast.core.text import plural
+    from holdfast.core.text import pluralize
     from holdfast.stores.paths import describe_place
     from holdfast.verbs.reshard import parse_mesh, plan_reshard
 
@@ -70,5 +70,5 @@ def run(options: argparse.Namespace) -> int:
         "Resharding",
         options,
         fields=lambda done: fields,
-        more=lambda done, seconds: f" for {plural(ranks, 'rank')}",
+        more=lambda done, seconds: f" for {pluralize(ranks, 'rank')}",
     )

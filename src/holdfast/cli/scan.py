@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from holdfast.cli import values
 from holdfast.cli.text import Line, fields_of, print_json, print_lines, shell_text
-from holdfast.core.text import clip, escape, plural
+from holdfast.core.text import clip, escape, pluralize
 from holdfast.verbs.scan import FileReport, ScanReport, Verdict, scan
 from holdfast.verbs.scanning.findings import Finding
 
@@ -172,7 +172,7 @@ def _finding_lines(finding: Finding) -> Iterator[Line]:
 
 def _totals(report: ScanReport, *, strict: bool) -> str:
     parts = (
-        [f"{plural(len(report.reports), 'file')} scanned"]
+        [f"{pluralize(len(report.reports), 'file')} scanned"]
         if report.reports
         else ["nothing scanned"]
     )
@@ -184,11 +184,11 @@ def _totals(report: ScanReport, *, strict: bool) -> str:
     parts += [f"{number:,} {word}" for word, number in counts.items() if number]
     errors = sum(f.error is not None for f in report.reports)
     if errors:
-        parts.append(plural(errors, "error"))
+        parts.append(pluralize(errors, "error"))
     if report.verdict(strict=strict) == "clean":
         parts.append("clean")
     if report.skipped:
-        parts.append(f"{plural(report.skipped, 'other file')} skipped")
+        parts.append(f"{pluralize(report.skipped, 'other file')} skipped")
     return " · ".join(parts)
 
 

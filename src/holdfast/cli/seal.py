@@ -19,7 +19,7 @@ from holdfast.cli.text import (
     print_lines,
     shell_text,
 )
-from holdfast.core.text import clip, escape, nbytes, plural
+from holdfast.core.text import clip, escape, format_nbytes, pluralize
 
 if TYPE_CHECKING:
     from holdfast.verbs.seal import Sealed
@@ -100,9 +100,9 @@ def _lines(sealed: Sealed, seconds: float, flags: Mapping[str, str]) -> Iterator
         (escape(clip(sealed.path, 400)), "title"),
         (f"  {sealed.format}" if sealed.format else "", "dim"),
         (f"  {', '.join(about)}", ""),
-        (f"  {nbytes(sealed.nbytes)}", "size"),
+        (f"  {format_nbytes(sealed.nbytes)}", "size"),
         (
-            f" in {plural(len(sealed.files), 'file')}"
+            f" in {pluralize(len(sealed.files), 'file')}"
             + (f"  {duration(seconds)}" if sealed.done else ""),
             "dim",
         ),
@@ -128,7 +128,7 @@ def _numbers(metrics: Mapping[str, float]) -> dict[str, float | str]:
 
 def sealed_words(seal: Seal) -> str:
     step = "" if seal.step is None else f" as step {seal.step:,}"
-    return f"sealed{step}, {plural(len(seal.files), 'file')}"
+    return f"sealed{step}, {pluralize(len(seal.files), 'file')}"
 
 
 def seal_fields(seal: Seal) -> dict[str, object]:
@@ -156,7 +156,7 @@ def seal_lines(path: Path) -> Iterator[Line]:
         f"{escape(clip(name, 60))} {value:g}" for name, value in seal.metrics.items()
     )
     yield [
-        (f"seal      {sealed_words(seal)}, {nbytes(seal.nbytes)}", "note"),
+        (f"seal      {sealed_words(seal)}, {format_nbytes(seal.nbytes)}", "note"),
         (f"  {metrics}", "dim"),
     ]
     for name, wrong in check_sizes(path, seal):

@@ -52,10 +52,10 @@ from holdfast.cli.text import (
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DTYPES, DType
-from holdfast.core.order import in_order, natural
+from holdfast.core.order import natural_sort_key, sort_naturally
 from holdfast.core.patterns import make_matcher
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.text import clip, count, escape, nbytes, percent, plural
+from holdfast.core.text import clip, escape, format_count, format_nbytes, format_percent, pluralize
 from holdfast.core.tree import FREE_CHARACTERS
 from holdfast.core.value import Value
 from holdfast.errors import UnknownFormat
@@ -226,22 +226,22 @@ def show_table(checkpoint: Checkpoint, pattern: str, *, everything: bool = False
     """The lines of `--filter`: tensors, then plain values, whose dotted names match."""
     wanted = make_matcher(pattern)
     found = survey(checkpoint)
-    tensors = {name: found.tensors[name] for name in in_order(filter(wanted, found.tensors))}
+    tensors = {name: found.tensors[name] for name in sort_naturally(filter(wanted, found.tensors))}
     rows = [
         _tensor_row("", LeafNode(name, name, "tensor", tensor=tensor, tie=found.ties.get(name, "")))
         for name, tensor in tensors.items()
     ]
     everywhere = leaves(outline(checkpoint, found, split=False))
-    values = in_order(
+    values = sort_naturally(
         (leaf for leaf in everywhere if leaf.kind != "tensor" and wanted(leaf.name)),
         lambda leaf: leaf.name,
     )
     rows += [OutlineRow("", [*_named(leaf.name), *_value(leaf)]) for leaf in values]
-    size = nbytes(sum(tensor.nbytes for tensor in tensors.values()))
+    size = format_nbytes(sum(tensor.nbytes for tensor in tensors.values()))
     yield [
         (escape(checkpoint.path), "title"),
         (
-            f"  {plural(len(tensors), 'tensor')} of {len(checkpoint):,} match {escape(pattern)} · {size}",
+            f"  {pluralize(len(tensors), 'tensor')} of {len(checkpoint):,} match {escape(pattern)} · {size}",
             "dim",
         ),
     ]
@@ -255,16 +255,16 @@ def _header(checkpoint: Checkpoint, found: Survey, root: Branch) -> Line:
     elements = sum(found.elements.values())
     # Optimizer moments are not parameters. The word is safe only where there are nothing but tensors, or one module.
     pure = root.kind == "module" or all(leaf.kind == "tensor" for leaf in leaves(root))
-    parts = [checkpoint.format, plural(len(checkpoint), "tensor")]
+    parts = [checkpoint.format, pluralize(len(checkpoint), "tensor")]
     if elements:
-        parts.append(f"{count(elements)} {'parameters' if pure else 'elements'}")
-    parts.append(nbytes(found.nbytes))
+        parts.append(f"{format_count(elements)} {'parameters' if pure else 'elements'}")
+    parts.append(format_nbytes(found.nbytes))
     common = sorted(found.elements.items(), key=lambda item: -item[1])
     for name, dtype_elements in common[:4]:
         if dtype_elements:
             dtype = DTYPES.name(name)
             label = name if dtype is None else short_dtype(dtype)
-            parts.append(f"{label} {percent(dtype_elements, elements)}")
+            parts.append(f"{label} {format_percent(dtype_elements, elements)}")
     line: Line = [(escape(checkpoint.path), "title"), (f"  {' · '.join(parts)}", "dim")]
     if root.kind in ("object", "module"):
         line.append((f"  {_plain_text(root.text)}", "foreign"))
@@ -293,11 +293,11 @@ def _sharing(checkpoint: Checkpoint, found: Survey) -> Iterator[Line]:
         names = " + ".join(_plain_text(model, 40) for model in together[:8]) + (
             ", …" if len(together) > 8 else ""
         )
-        saved = nbytes(sum(sizes) * (len(together) - 1))
+        saved = format_nbytes(sum(sizes) * (len(together) - 1))
         yield [
             (f"shared    {names}", "tie"),
             (
-                f"  {nbytes(sum(sizes))} in {plural(len(sizes), 'storage')}, which saves {saved}",
+                f"  {format_nbytes(sum(sizes))} in {pluralize(len(sizes), 'storage')}, which saves {saved}",
                 "dim",
             ),
         ]
@@ -318,7 +318,7 @@ def _footer(checkpoint: Checkpoint) -> Iterator[Line]:
         yield [
             (f"foreign   {shown}", "foreign"),
             (
-                f"  ({plural(len(names), 'global')} not imported, shown as data; see holdfast scan)",
+                f"  ({pluralize(len(names), 'global')} not imported, shown as data; see holdfast scan)",
                 "dim",
             ),
         ]
@@ -365,7 +365,7 @@ def _tensor_row(lead: str, leaf: LeafNode) -> OutlineRow:
         # What is tied is stored once, and counted there: so the sizes on the screen add up.
         ""
         if leaf.tie.startswith("=") or leaf.tensor.traits.meta
-        else nbytes(leaf.tensor.nbytes * leaf.times),
+        else format_nbytes(leaf.tensor.nbytes * leaf.times),
         remark,
     )
 
@@ -376,19 +376,23 @@ def _branch_row(lead: str, branch: Branch) -> OutlineRow:
         name.append((f"  {_plain_text(branch.text, 80)}", "foreign"))
     elif branch.kind not in ("group", "dict", "list", "tuple"):
         shape = branch.text if branch.times == 1 else f"{branch.times:,} × {branch.text}"
-        size = nbytes(branch.nbytes * branch.times)
+        size = format_nbytes(branch.nbytes * branch.times)
         return OutlineRow(
             lead, name, branch.kind, shape, size, [(_plain_text(branch.remark), "dim")]
         )
     inside = (
-        plural(branch.tensors, "tensor")
+        pluralize(branch.tensors, "tensor")
         if branch.tensors
-        else plural(sum(child.times for child in branch.children), "item")
+        else pluralize(sum(child.times for child in branch.children), "item")
     )
     if branch.times > 1:
         inside = f"{branch.times:,} × {inside}"
     return OutlineRow(
-        lead, name, "", inside, nbytes(branch.nbytes * branch.times) if branch.tensors else ""
+        lead,
+        name,
+        "",
+        inside,
+        format_nbytes(branch.nbytes * branch.times) if branch.tensors else "",
     )
 
 
@@ -574,7 +578,7 @@ def rank_lines(checkpoint: Checkpoint, pattern: str | None) -> Iterator[Line]:
     held: dict[str, int] = {}
     drawn: dict[object, list[str]] = {}
     sample: dict[object, LazyTensor] = {}
-    for name in in_order(filter(wanted, checkpoint)):
+    for name in sort_naturally(filter(wanted, checkpoint)):
         tensor = checkpoint[name]
         for chunk in tensor.chunks:
             key = _file(chunk.storage.key)
@@ -586,12 +590,14 @@ def rank_lines(checkpoint: Checkpoint, pattern: str | None) -> Iterator[Line]:
         )
         drawn.setdefault(cut, []).append(name)
         sample.setdefault(cut, tensor)
-    letters = {key: LETTERS[i % len(LETTERS)] for i, key in enumerate(sorted(held, key=natural))}
+    letters = {
+        key: LETTERS[i % len(LETTERS)] for i, key in enumerate(sorted(held, key=natural_sort_key))
+    }
     yield [(escape(clip(checkpoint.path, 200)), "title"), (f"  {checkpoint.format}", "dim")]
     for number, (picture_of, names) in enumerate(drawn.items()):
         if number == PICTURES:
             yield [
-                (f"… and {plural(len(drawn) - PICTURES, 'other picture')} (use --filter)", "dim")
+                (f"… and {pluralize(len(drawn) - PICTURES, 'other picture')} (use --filter)", "dim")
             ]
             break
         tensor = sample[picture_of]
@@ -607,7 +613,7 @@ def rank_lines(checkpoint: Checkpoint, pattern: str | None) -> Iterator[Line]:
         yield [
             (f"{letter} ", "title"),
             (escape(clip(key, 100)), ""),
-            (f"  {nbytes(held[key])}", "size"),
+            (f"  {format_nbytes(held[key])}", "size"),
         ]
 
 
@@ -689,9 +695,9 @@ def sparsity_lines(
     share = f"{100 * zeros / size:.2f}% of {size:,} elements are zero" if size else "no elements"
     yield [
         (escape(clip(path, 200)), "title"),
-        (f"  {plural(len(found), 'tensor')} · {share}", "dim"),
+        (f"  {pluralize(len(found), 'tensor')} · {share}", "dim"),
     ]
-    shown = in_order(found, lambda row: row.name)[:most]
+    shown = sort_naturally(found, lambda row: row.name)[:most]
     shapes = max((len(str(list(row.shape))) for row in shown), default=0)
     for name, row in zip(padded([row.name for row in shown]), shown, strict=True):
         line: Line = [
@@ -705,9 +711,9 @@ def sparsity_lines(
         if row.block:
             line.append((f"  blocks of {row.block[0]}x{row.block[1]}", "value"))
         if row.dead_rows:
-            line.append((f"  {plural(row.dead_rows, 'dead row')}", "note"))
+            line.append((f"  {pluralize(row.dead_rows, 'dead row')}", "note"))
         if row.dead_columns:
-            line.append((f"  {plural(row.dead_columns, 'dead column')}", "note"))
+            line.append((f"  {pluralize(row.dead_columns, 'dead column')}", "note"))
         yield line
     if len(shown) < len(found):
         yield [(f"… {len(found) - len(shown):,} more: use --filter or --all", "dim")]

@@ -22,7 +22,7 @@ from holdfast.cli.text import (
     print_lines,
     width,
 )
-from holdfast.core.text import clip, escape, plural
+from holdfast.core.text import clip, escape, pluralize
 
 if TYPE_CHECKING:
     from holdfast.verbs.stats import TensorStats
@@ -96,7 +96,7 @@ def _bins(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     from holdfast.cli.progress import bar
-    from holdfast.core.group import acting
+    from holdfast.core.group import joined_ranks
     from holdfast.engine.computed import undecoded_notes
     from holdfast.engine.threads import reading_threads
     from holdfast.verbs.open import compare_opened
@@ -104,16 +104,16 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.verbs.stats import chosen, measure, reading_nbytes
 
     with (
-        acting(options.group, "measure tensors") as ranks,
+        joined_ranks(options.group, "measure tensors") as ranks,
         open_checkpoint(options.path, threads=1) as checkpoint,
     ):
         compare_opened(ranks, checkpoint)
         tensors = chosen(checkpoint, options.filter)
         total = reading_nbytes(tensors, bins=options.bins)
-        workers = reading_threads(None, options.threads, ranks.neighbours())
+        workers = reading_threads(None, options.threads, ranks.count_local_ranks())
         with (
             bar("Reading", total, quiet=options.quiet or options.json) as progress,
-            ranks.counting(progress) as counted,
+            ranks.joint_progress(progress) as counted,
         ):
             found = measure(
                 tensors, bins=options.bins, threads=workers, progress=counted, ranks=ranks
@@ -162,7 +162,7 @@ def lines(
     from holdfast.verbs.nonfinite import describe_nonfinite
     from holdfast.verbs.stats import is_nonfinite, listed
 
-    yield [(escape(clip(path, 200)), "title"), (f"  {plural(len(found), 'tensor')}", "dim")]
+    yield [(escape(clip(path, 200)), "title"), (f"  {pluralize(len(found), 'tensor')}", "dim")]
     shown = listed(found)[:most]
     for name, row in zip(padded([row.name for row in shown]), shown, strict=True):
         line: Line = [(name, "name"), (f"  {row.dtype} {list(row.shape)}", "dim")]

@@ -21,11 +21,11 @@ def pair(text: str) -> tuple[str, str]:
 
 
 def size(text: str) -> int:
-    from holdfast.core.quantities import byte_count
+    from holdfast.core.quantities import parse_nbytes
     from holdfast.errors import Unsupported
 
     try:
-        return byte_count(text)
+        return parse_nbytes(text)
     except Unsupported as error:
         raise argparse.ArgumentTypeError(error.message) from None
 

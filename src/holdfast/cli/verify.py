@@ -11,8 +11,8 @@ from holdfast.cli import values
 from holdfast.cli.progress import bar
 from holdfast.cli.seal import seal_fields, sealed_words
 from holdfast.cli.text import Line, fields_of, print_json, print_lines, shell_text
-from holdfast.core.order import in_order
-from holdfast.core.text import clip, escape, nbytes, plural
+from holdfast.core.order import sort_naturally
+from holdfast.core.text import clip, escape, format_nbytes, pluralize
 from holdfast.verbs.seals.check import is_sealed
 from holdfast.verbs.seals.recorded import is_recorded
 from holdfast.verbs.verify import Damage, VerifyReport, verify
@@ -143,7 +143,7 @@ def verify_lines(report: VerifyReport, *, everything: bool = False) -> Iterator[
         )
     )
     if report.checked_nbytes:
-        line.append((f"  {nbytes(report.checked_nbytes)} checked", "dim"))
+        line.append((f"  {format_nbytes(report.checked_nbytes)} checked", "dim"))
     if report.seal is not None:
         line.append((f"  {sealed_words(report.seal)}", "dim"))
     yield line
@@ -155,7 +155,7 @@ def verify_lines(report: VerifyReport, *, everything: bool = False) -> Iterator[
         ]
         if problem.tensors:
             yield [("           ", ""), (_names(problem.tensors), "dim")]
-    damaged = in_order(report.damaged, lambda damage: (*damage.tensors, damage.label)[0])
+    damaged = sort_naturally(report.damaged, lambda damage: (*damage.tensors, damage.label)[0])
     shown = damaged if everything else damaged[:SHOWN]
     for damage in shown:
         yield from _damage_lines(damage, report.path)
@@ -165,10 +165,12 @@ def verify_lines(report: VerifyReport, *, everything: bool = False) -> Iterator[
         yield [("  note     ", "note"), (shell_text(note), "")]
     if report.unchecked:
         whole = report.checked_nbytes + report.unchecked_nbytes
-        of = f" of {plural(report.tensors, 'tensor')}" if report.compared else ""
-        amount = f"{len(report.unchecked):,}{of}" if of else plural(len(report.unchecked), "tensor")
-        size = nbytes(report.unchecked_nbytes) + (
-            f" of {nbytes(whole)}" if report.checked_nbytes else ""
+        of = f" of {pluralize(report.tensors, 'tensor')}" if report.compared else ""
+        amount = (
+            f"{len(report.unchecked):,}{of}" if of else pluralize(len(report.unchecked), "tensor")
+        )
+        size = format_nbytes(report.unchecked_nbytes) + (
+            f" of {format_nbytes(whole)}" if report.checked_nbytes else ""
         )
         text = f"  no checksums for {amount}, {size}: readable, but the content cannot be verified"
         yield [(text, "note")]
@@ -189,7 +191,10 @@ def _damage_lines(damage: Damage, path: str) -> Iterator[Line]:
             else "",
             "dim",
         ),
-        (f"  byte {damage.offset:,}, {nbytes(damage.nbytes)}" if damage.nbytes else "", "value"),
+        (
+            f"  byte {damage.offset:,}, {format_nbytes(damage.nbytes)}" if damage.nbytes else "",
+            "value",
+        ),
         (f"  expected {damage.expected:08x}, found {found}", "dim"),
     ]
     if damage.message:

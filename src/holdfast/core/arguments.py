@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, SupportsFloat, TypeAlias
 
 from holdfast.core.limits import Limits
-from holdfast.core.quantities import byte_count, number, shown, whole_number
+from holdfast.core.quantities import describe_value, parse_count, parse_nbytes, to_float
 from holdfast.errors import BadArgument, BadArgumentType
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ def flag(value: object, name: str) -> bool:
         or (numpy and isinstance(value, numpy.bool_))
     ):
         return bool(value)
-    raise BadArgumentType(f"{name} takes True or False, not {shown(value)}", found=value)
+    raise BadArgumentType(f"{name} takes True or False, not {describe_value(value)}", found=value)
 
 
 def text(value: object, name: str) -> str:
     if not isinstance(value, str):
-        raise BadArgumentType(f"{name} takes text, not {shown(value)}", found=value)
+        raise BadArgumentType(f"{name} takes text, not {describe_value(value)}", found=value)
     return value
 
 
@@ -53,12 +53,10 @@ def dtype(value: object, name: str) -> DType | str:
     from holdfast.core.dtype import DTYPES
 
     if isinstance(value, str):
-        return DTYPES.said(value) or value
-    found = DTYPES.given(value)
+        return DTYPES.parse(value) or value
+    found = DTYPES.from_any(value)
     if found is None:
-        message = (
-            f"{name} takes a dtype ('bfloat16', np.float16, torch.bfloat16), not {shown(value)}"
-        )
+        message = f"{name} takes a dtype ('bfloat16', np.float16, torch.bfloat16), not {describe_value(value)}"
         raise BadArgumentType(message, found=value)
     return found
 
@@ -76,7 +74,8 @@ def patterns(value: object, name: str) -> tuple[str, ...]:
     for item in given:
         if not isinstance(item, str):
             raise BadArgumentType(
-                f"{name} takes patterns of names, which are text, not {shown(item)}", found=value
+                f"{name} takes patterns of names, which are text, not {describe_value(item)}",
+                found=value,
             )
     return tuple(map(str, given))
 
@@ -103,7 +102,7 @@ def pairs(value: object, name: str) -> tuple[tuple[str, str], ...]:
             or not all(isinstance(one, str) for one in both)
         ):
             raise BadArgumentType(
-                f"{name} takes {what}, and {shown(item)} is no pair of names", found=value
+                f"{name} takes {what}, and {describe_value(item)} is no pair of names", found=value
             )
         found.append((str(both[0]), str(both[1])))
     return tuple(found)
@@ -112,10 +111,16 @@ def pairs(value: object, name: str) -> tuple[tuple[str, str], ...]:
 def texts(value: object, name: str) -> dict[str, str]:
     """Text under names, as file formats keep it."""
     if not isinstance(value, Mapping):
-        raise BadArgumentType(f"{name} takes a dict of text, not {shown(value)}", found=value)
+        raise BadArgumentType(
+            f"{name} takes a dict of text, not {describe_value(value)}", found=value
+        )
     for key, item in value.items():
         if not isinstance(key, str) or not isinstance(item, str):
-            wrong = f"{key!r}: {shown(item)}" if isinstance(key, str) else f"the key {shown(key)}"
+            wrong = (
+                f"{key!r}: {describe_value(item)}"
+                if isinstance(key, str)
+                else f"the key {describe_value(key)}"
+            )
             advice = "write str(…) or json.dumps(…) around it, or put it into the state itself"
             raise BadArgumentType(
                 f"{name} takes text under names, and {wrong} is none; {advice}", found=value
@@ -131,7 +136,7 @@ def group(value: object, name: str) -> object:
     ):
         return value
     raise BadArgumentType(
-        f"{name} takes a process group, or what holdfast.torch.group() makes, not {shown(value)}",
+        f"{name} takes a process group, or what holdfast.torch.group() makes, not {describe_value(value)}",
         found=value,
     )
 
@@ -141,23 +146,23 @@ def map_name(value: object, name: str) -> object:
     if isinstance(value, str) or hasattr(value, "through"):
         return value
     raise BadArgumentType(
-        f"{name} takes the name of a map (qwen3:hf:megatron), or a Map, not {shown(value)}",
+        f"{name} takes the name of a map (qwen3:hf:megatron), or a Map, not {describe_value(value)}",
         found=value,
     )
 
 
-size = byte_count
+size = parse_nbytes
 
 
 def count(value: object, name: str) -> int:
-    return whole_number(value, name, most=MOST)
+    return parse_count(value, name, most=MOST)
 
 
 def limits(value: object, name: str) -> Limits:
     """Return `Limits` unchanged, and refuse anything else."""
     if not isinstance(value, Limits):
         raise BadArgumentType(
-            f"{name} takes a holdfast.Limits, such as Limits(files=200_000), not {shown(value)}",
+            f"{name} takes a holdfast.Limits, such as Limits(files=200_000), not {describe_value(value)}",
             found=value,
         )
     return value
@@ -172,7 +177,7 @@ def progress(value: object, name: str) -> Callable[[int], None] | None:
         return value
     advice = "; with tqdm: progress=tqdm(unit='B', unit_scale=True).update" if value is True else ""
     raise BadArgumentType(
-        f"{name} takes a function that is told numbers of bytes, not {shown(value)}{advice}",
+        f"{name} takes a function that is told numbers of bytes, not {describe_value(value)}{advice}",
         found=value,
     )
 
@@ -191,7 +196,9 @@ def rules(kind: type) -> Reader:
             given = _items(value, name, what)
         for item in given:
             if not isinstance(item, str | kind):
-                raise BadArgumentType(f"{name} takes {what}, not {shown(item)}", found=value)
+                raise BadArgumentType(
+                    f"{name} takes {what}, not {describe_value(item)}", found=value
+                )
         return given
 
     return read
@@ -202,7 +209,10 @@ def one_of(*known: str) -> Reader:
         if not isinstance(value, str) or value not in known:
             kind = BadArgument if isinstance(value, str) else BadArgumentType
             *most, last = map(repr, known)
-            raise kind(f"{name} takes {', '.join(most)} or {last}, not {shown(value)}", found=value)
+            raise kind(
+                f"{name} takes {', '.join(most)} or {last}, not {describe_value(value)}",
+                found=value,
+            )
         return value
 
     return read
@@ -220,22 +230,23 @@ def counts(value: object, name: str) -> dict[str, int] | str:
 
 def versions(value: object, name: str) -> dict[str, int]:
     return {
-        key: whole_number(item, f"{name}{{{key!r}: …}}") for key, item in named(value, name).items()
+        key: parse_count(item, f"{name}{{{key!r}: …}}") for key, item in named(value, name).items()
     }
 
 
 def step(value: object, name: str) -> int:
-    return whole_number(value, name, least=0, most=LAST_STEP)
+    return parse_count(value, name, least=0, most=LAST_STEP)
 
 
 def metrics(value: object, name: str) -> dict[str, float]:
     """Numbers under names; anything that is a number to Python is one (of numpy, a tensor without dimensions), NaN as well."""
     found: dict[str, float] = {}
     for key, item in named(value, name).items():
-        metric = number(item) if isinstance(item, SupportsFloat) else None
+        metric = to_float(item) if isinstance(item, SupportsFloat) else None
         if metric is None:
             raise BadArgumentType(
-                f"{name} takes numbers under names, and {key!r} is {shown(item)}", found=value
+                f"{name} takes numbers under names, and {key!r} is {describe_value(item)}",
+                found=value,
             )
         found[key] = metric
     return found
@@ -246,7 +257,8 @@ def contents(value: object, name: str) -> dict[str, str | bytes]:
     for key, item in named(value, name).items():
         if not isinstance(item, str | bytes):
             raise BadArgumentType(
-                f"{name} takes text or bytes under names, and {key!r} is {shown(item)}", found=value
+                f"{name} takes text or bytes under names, and {key!r} is {describe_value(item)}",
+                found=value,
             )
         found[key] = item
     return found
@@ -256,7 +268,8 @@ def mapping(value: object, name: str) -> Mapping[object, object]:
     """A dict, of whose keys the verb knows which it takes."""
     if not isinstance(value, Mapping):
         raise BadArgumentType(
-            f"{name} takes a dict, names and what they stand for, not {shown(value)}", found=value
+            f"{name} takes a dict, names and what they stand for, not {describe_value(value)}",
+            found=value,
         )
     return value
 
@@ -266,7 +279,7 @@ def named(value: object, name: str) -> dict[str, object]:
     for key, item in mapping(value, name).items():
         if not isinstance(key, str):
             raise BadArgumentType(
-                f"{name} takes names, which are text, not {shown(key)}", found=value
+                f"{name} takes names, which are text, not {describe_value(key)}", found=value
             )
         found[key] = item
     return found
@@ -280,4 +293,4 @@ def _items(value: object, name: str, what: str) -> tuple[object, ...]:
             return tuple(value)
         except TypeError:  # a tensor without dimensions only looks like many
             pass
-    raise BadArgumentType(f"{name} takes {what}, not {shown(value)}", found=value)
+    raise BadArgumentType(f"{name} takes {what}, not {describe_value(value)}", found=value)

@@ -49,10 +49,10 @@ def byte_row(array: np.ndarray) -> npt.NDArray[np.uint8]:
     return array.reshape(-1).view(np.uint8)
 
 
-def inner(a: np.ndarray, b: np.ndarray) -> float:
+def inner_product(a: np.ndarray, b: np.ndarray) -> float:
     """The sum of the products of two rows of float64; NaN or infinite where one of them is, or where it is beyond float64.
 
-    >>> inner(np.array([1.0, 2.0]), np.array([3.0, 4.0]))
+    >>> inner_product(np.array([1.0, 2.0]), np.array([3.0, 4.0]))
     11.0
     """
     whole = len(a) // DOT_ELEMENTS * DOT_ELEMENTS

@@ -36,7 +36,7 @@ class Box(Value, frozen=True, gc=False):
         return cls((0,) * len(shape), tuple(shape))
 
     @classmethod
-    def at(cls, offsets: Sequence[int], sizes: Sequence[int]) -> Box:
+    def from_offsets(cls, offsets: Sequence[int], sizes: Sequence[int]) -> Box:
         """The box of the given sizes whose lowest corner is at the given offsets."""
         if len(offsets) != len(sizes):
             raise ValueError(

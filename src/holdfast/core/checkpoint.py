@@ -11,10 +11,10 @@ import numpy as np
 
 from holdfast.core.arguments import patterns
 from holdfast.core.chunk import Storage
-from holdfast.core.digest import Digest, canonical, combined
+from holdfast.core.digest import Digest, canonicalize, combine_digests
 from holdfast.core.opaque import AnyValue
 from holdfast.core.protocols import Description, Source
-from holdfast.core.quantities import shown
+from holdfast.core.quantities import describe_value
 from holdfast.core.registry import find_hook
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
@@ -113,7 +113,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
             if isinstance(name, Hashable):
                 raise
             raise BadArgumentType(
-                f"a name is text, not {shown(name)}; read(*names) reads several", file=self.path
+                f"a name is text, not {describe_value(name)}; read(*names) reads several",
+                file=self.path,
             ) from None
         except KeyError:
             raise NoSuchTensor(
@@ -245,13 +246,13 @@ class Checkpoint(Mapping[str, LazyTensor]):
         known |= dict(
             zip(rows, self.source.digest([table.lazy_tensor(row) for row in rows]), strict=True)
         )
-        outlines = [canonical(kind.dtype, kind.shape) for kind in table.kinds]
+        outlines = [canonicalize(kind.dtype, kind.shape) for kind in table.kinds]
         each = enumerate(zip(table.names, table.kind_indices, strict=True))
         return {name: Digest(*outlines[kind], known.get(row)) for row, (name, kind) in each}
 
     def digest(self) -> str:
         """What all tensors hold under their names, as 32 hexadecimal digits: equal for equal content in every format."""
-        return combined(self.digests())
+        return combine_digests(self.digests())
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the path: the checkpoint is opened again where it arrives. `Replaced` where another is there by then."""
@@ -270,17 +271,17 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def _repr_html_(self) -> str:
         from holdfast.core.notebook import ROWS, Bar, card, table
-        from holdfast.core.order import in_order
-        from holdfast.core.text import nbytes
+        from holdfast.core.order import sort_naturally
+        from holdfast.core.text import format_nbytes
 
-        first = [self[name] for name in in_order(self)[:ROWS]]
+        first = [self[name] for name in sort_naturally(self)[:ROWS]]
         largest = max((tensor.nbytes for tensor in first), default=0) or 1
         rows = [
             (
                 tensor.name,
                 tensor.dtype.name,
                 str(list(tensor.shape)),
-                Bar(nbytes(tensor.nbytes), tensor.nbytes / largest),
+                Bar(format_nbytes(tensor.nbytes), tensor.nbytes / largest),
             )
             for tensor in first
         ]

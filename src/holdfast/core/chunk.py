@@ -20,7 +20,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.value import Value, replace
 
 
-class Extent(Value, frozen=True):
+class StorageRange(Value, frozen=True):
     """A range of bytes in one file, and what is known of it: all of a storage but its home."""
 
     key: str
@@ -37,13 +37,13 @@ class Extent(Value, frozen=True):
     """What the file calls it (`data/17`), for messages."""
 
 
-class Storage(Extent, frozen=True, kw_only=True, eq=False):
+class Storage(StorageRange, frozen=True, kw_only=True, eq=False):
     """A range of bytes in one file, written as a unit. Two tensors share memory when their storages are equal."""
 
     home: object
     """The store that has the file. Nothing is asked of it but whether it is the same object: two stores may use one key."""
 
-    def moved(self, home: object) -> Storage:
+    def with_home(self, home: object) -> Storage:
         """This range in another home, which has the same file."""
         return replace(self, home=home)
 
@@ -103,7 +103,7 @@ class Chunk(Value, frozen=True):
     def shape(self) -> tuple[int, ...]:
         return self.box.shape
 
-    def over(self, storage: Storage) -> Chunk:
+    def with_storage(self, storage: Storage) -> Chunk:
         """A chunk at the same place of another storage."""
         return Chunk(self.box, storage, self.offset, self.strides)
 
@@ -116,7 +116,7 @@ class Chunk(Value, frozen=True):
         )
         return Chunk(box, self.storage, self.offset + moved, self.strides)
 
-    def extent(self, dtype: DType) -> tuple[int, int]:
+    def byte_range(self, dtype: DType) -> tuple[int, int]:
         """First byte and the byte after the last one that this chunk touches, relative to its storage; (0, 0) if empty."""
         if self.box.count == 0:
             return (0, 0)
@@ -142,10 +142,10 @@ def c_strides(shape: Sequence[int], bits: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def repeats(shape: Sequence[int], strides: Sequence[int], width: int = 1) -> bool:
+def has_overlapping_elements(shape: Sequence[int], strides: Sequence[int], width: int = 1) -> bool:
     """Whether two elements of a width may lie in one place: an expanded tensor, or windows that overlap.
 
-    >>> repeats((2, 3), (3, 1)), repeats((2, 3), (0, 1)), repeats((3, 2), (1, 1))
+    >>> has_overlapping_elements((2, 3), (3, 1)), has_overlapping_elements((2, 3), (0, 1)), has_overlapping_elements((3, 2), (1, 1))
     (False, True, True)
     """
     for n, stride in sorted(zip(shape, strides, strict=True), key=lambda pair: pair[1]):
@@ -156,10 +156,10 @@ def repeats(shape: Sequence[int], strides: Sequence[int], width: int = 1) -> boo
     return False
 
 
-def in_c_order(shape: Sequence[int], strides: Sequence[int], bits: int) -> bool:
+def is_c_ordered(shape: Sequence[int], strides: Sequence[int], bits: int) -> bool:
     """Whether elements of this many bits follow each other in C order without gaps. The stride of a single row does not matter.
 
-    >>> in_c_order((2, 3), (96, 32), 32), in_c_order((2, 1, 3), (96, 7, 32), 32), in_c_order((2, 3), (32, 64), 32)
+    >>> is_c_ordered((2, 3), (96, 32), 32), is_c_ordered((2, 1, 3), (96, 7, 32), 32), is_c_ordered((2, 3), (32, 64), 32)
     (True, True, False)
     """
     for n, stride in zip(reversed(shape), reversed(strides), strict=True):

@@ -1,4 +1,4 @@
-"""`ContentHash`: what identifies the bytes of a chunk, in 128 bits, from blocks that come in any order and from any thread.
+"""`ContentHasher`: what identifies the bytes of a chunk, in 128 bits, from blocks that come in any order and from any thread.
 
 CRC-32 says that bytes are damaged. It cannot say that they are the same: among 100,000 tensors two have one CRC by chance. So a
 manifest also records (docs/design/021):
@@ -24,7 +24,7 @@ from typing import NamedTuple
 from msgspec import Struct, field
 from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_intdigest
 
-from holdfast.core.crc import Sums, crc32
+from holdfast.core.crc import BlockCrcs, crc32
 
 HASH = "xxh3-128/1MiB"
 HASH_BLOCK_NBYTES = (
@@ -36,19 +36,19 @@ HEAD_NBYTES = (
 Bytes = bytes | bytearray | memoryview
 
 
-class Hashed(NamedTuple):
+class HashAndHead(NamedTuple):
     """The hash of some bytes, and their head. A tuple, since a hundred thousand of them are made several times in a save."""
 
     hash: int | None  # None where only the head is known.
     head: int | None  # None where they are not more than a head.
 
 
-def head_bytes(data: Bytes) -> Hashed:
+def hash_head(data: Bytes) -> HashAndHead:
     """The head alone of bytes that are all here, and more than a head."""
-    return Hashed(None, crc32(memoryview(data)[:HEAD_NBYTES]))
+    return HashAndHead(None, crc32(memoryview(data)[:HEAD_NBYTES]))
 
 
-def hash_bytes(data: Bytes) -> Hashed:
+def hash_bytes(data: Bytes) -> HashAndHead:
     """The hash of bytes that are all here.
 
     >>> f"{hash_bytes(b'holdfast').hash:032x}"
@@ -58,16 +58,16 @@ def hash_bytes(data: Bytes) -> Hashed:
     if (
         view.nbytes <= HASH_BLOCK_NBYTES
     ):  # nearly all tensors are small, and most of their time goes to calls
-        return Hashed(
+        return HashAndHead(
             xxh3_128_intdigest(view),
             crc32(view[:HEAD_NBYTES]) if view.nbytes > HEAD_NBYTES else None,
         )
-    whole = ContentHash(view.nbytes)
+    whole = ContentHasher(view.nbytes)
     whole.add(0, view)
-    return whole.done()
+    return whole.result()
 
 
-def hash_short(pieces: Iterable[Bytes]) -> list[int]:
+def hash_small_pieces(pieces: Iterable[Bytes]) -> list[int]:
     """The hashes of pieces that are no longer than a head: one call each, since that is what small tensors cost."""
     return [xxh3_128_intdigest(piece) for piece in pieces]
 
@@ -80,7 +80,7 @@ class _OpenBlock(Struct):
     """What came before its turn, by its place in the block: copies, since the memory is lent."""
 
 
-class ContentHash:
+class ContentHasher:
     """The hash of `nbytes` bytes. `add` every byte once, in blocks of any length and order, from any thread; then it is `done`. Not
     `whole`: the head alone."""
 
@@ -91,7 +91,7 @@ class ContentHash:
         self._whole = whole
         self._digests: list[bytes | None] = [None] * max(-(-nbytes // HASH_BLOCK_NBYTES), 1)
         self._open: dict[int, _OpenBlock] = {}
-        self._head = Sums()
+        self._head = BlockCrcs()
         self._lock = threading.Lock()
 
     def add(self, start: int, data: Bytes) -> None:
@@ -126,10 +126,10 @@ class ContentHash:
             self._digests[number] = open_block.seen.digest()
             del self._open[number]
 
-    def done(self) -> Hashed:
+    def result(self) -> HashAndHead:
         """The hash, when all bytes have come. Raises `ValueError` where some have not."""
         if not self._whole:
-            return Hashed(None, self._head.crc32())
+            return HashAndHead(None, self._head.crc32())
         digests = (
             [xxh3_128_digest(b"")]
             if not self._nbytes
@@ -139,7 +139,7 @@ class ContentHash:
             raise ValueError("a hash was asked for before all bytes had come")
         head = self._head.crc32() if self._nbytes > HEAD_NBYTES else None
         if len(digests) == 1:
-            return Hashed(int.from_bytes(digests[0], "big"), head)
-        return Hashed(
+            return HashAndHead(int.from_bytes(digests[0], "big"), head)
+        return HashAndHead(
             xxh3_128_intdigest(self._nbytes.to_bytes(8, "little") + b"".join(digests)), head
         )

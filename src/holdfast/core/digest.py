@@ -16,7 +16,7 @@ NO_DATA = "meta"
 
 
 class Digest(Value, frozen=True):
-    """The dtype, the shape and the CRC-32 of a tensor's elements. Make one with `Digest.of`.
+    """The dtype, the shape and the CRC-32 of a tensor's elements. Make one with `Digest.from_crc32`.
 
     A tensor on the meta device has no elements, and no checksum: it equals any such tensor of its dtype and shape.
     """
@@ -26,13 +26,13 @@ class Digest(Value, frozen=True):
     crc32: int | None
 
     @classmethod
-    def of(cls, dtype: DType, shape: tuple[int, ...], crc32: int | None) -> Digest:
+    def from_crc32(cls, dtype: DType, shape: tuple[int, ...], crc32: int | None) -> Digest:
         """The digest under the one name that equal content has in every format."""
-        return cls(*canonical(dtype, shape), crc32)
+        return cls(*canonicalize(dtype, shape), crc32)
 
     def __str__(self) -> str:
         """
-        >>> str(Digest.of(DTYPES.name("float32"), (4096, 4096), 0x1A2B3C4D))
+        >>> str(Digest.from_crc32(DTYPES.name("float32"), (4096, 4096), 0x1A2B3C4D))
         'float32[4096,4096]:1a2b3c4d'
         """
         return f"{self.dtype}[{','.join(map(str, self.shape))}]:{self.checksum}"
@@ -42,7 +42,7 @@ class Digest(Value, frozen=True):
         return NO_DATA if self.crc32 is None else f"{self.crc32:08x}"
 
 
-def canonical(dtype: DType, shape: tuple[int, ...]) -> tuple[DType, tuple[int, ...]]:
+def canonicalize(dtype: DType, shape: tuple[int, ...]) -> tuple[DType, tuple[int, ...]]:
     """The dtype and shape that stand for all ways of saying the same. torch has pairs of 4-bit floats where safetensors has the
     4-bit floats themselves: twice as many, in the same bytes."""
     single = DTYPES.name("float4_e2m1fn")
@@ -51,7 +51,7 @@ def canonical(dtype: DType, shape: tuple[int, ...]) -> tuple[DType, tuple[int, .
     return dtype, shape
 
 
-def combined(digests: Mapping[str, Digest]) -> str:
+def combine_digests(digests: Mapping[str, Digest]) -> str:
     """One digest of many named tensors, whatever their order: 32 hexadecimal digits. blake2b over one line a name, sorted. Each
     line is a JSON array, so that no name can pose as another line."""
     import hashlib

@@ -26,8 +26,8 @@ from msgspec import field
 
 from holdfast.core.crc import crc32
 from holdfast.core.limits import DEFAULTS, Limits
-from holdfast.core.strict_json import kind as found_kind
-from holdfast.core.strict_json import paid_nbytes, parse, pointer
+from holdfast.core.strict_json import describe_json as found_kind
+from holdfast.core.strict_json import format_pointer, parse, required_nbytes
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, Unsupported, error_context
 
@@ -89,7 +89,7 @@ def write_document(kind: DocumentType[D], value: D) -> bytes:
         raise HeaderError(
             f"this cannot stand in a {kind.name}: {error}", file=kind.file or None
         ) from None
-    return raw if kind.sealed is None else seal(raw, paid_nbytes(raw))
+    return raw if kind.sealed is None else seal(raw, required_nbytes(raw))
 
 
 def read_document(
@@ -240,7 +240,7 @@ def _check_version(kind: DocumentType[D], document: object) -> None:
         raise Unsupported(message, expected=known, found=version)
     for name in document:
         if kind.since.get(name, version) > version:
-            raise HeaderError(f"at {pointer(name)}: a {kind.name} has no such field")
+            raise HeaderError(f"at {format_pointer(name)}: a {kind.name} has no such field")
 
 
 STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
@@ -266,11 +266,11 @@ def _explanation(kind: DocumentType[D], document: object, said: str) -> str:
         )
         steps.append(step)
     if unknown := UNKNOWN.fullmatch(reason):
-        return f"at {pointer(*steps, unknown[1])}: a {kind.name} has no such field"
+        return f"at {format_pointer(*steps, unknown[1])}: a {kind.name} has no such field"
     if missing := MISSING.fullmatch(reason):
-        return f"at {pointer(*steps)}: the field {missing[1]} is missing"
+        return f"at {format_pointer(*steps)}: the field {missing[1]} is missing"
     expected, got, _ = reason.partition(", got ")
-    return f"at {pointer(*steps)}: {expected[:1].lower()}{expected[1:]}{f', found {found_kind(value)}' if got else ''}"
+    return f"at {format_pointer(*steps)}: {expected[:1].lower()}{expected[1:]}{f', found {found_kind(value)}' if got else ''}"
 
 
 def _fields(shape: object) -> tuple[msgspec.structs.FieldInfo, ...]:

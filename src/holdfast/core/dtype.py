@@ -66,7 +66,7 @@ class DType(Value, frozen=True, eq=False):
         return (
             NotImplemented
             if isinstance(other, DType)
-            else DTYPES.given(other) is self or NotImplemented
+            else DTYPES.from_any(other) is self or NotImplemented
         )
 
     __ne__ = object.__ne__  # a struct's own would compare otherwise
@@ -151,7 +151,7 @@ def _rows() -> list[DType]:
     return rows
 
 
-SHORT = {"f16": "float16", "half": "float16", "fp16": "float16", "bf16": "bfloat16", "f32": "float32", "fp32": "float32",
+ABBREVIATIONS = {"f16": "float16", "half": "float16", "fp16": "float16", "bf16": "bfloat16", "f32": "float32", "fp32": "float32",
          "float": "float32", "f64": "float64", "double": "float64", "fp8": "float8_e4m3fn"}  # fmt: skip
 
 
@@ -182,12 +182,12 @@ class DTypes:
     def numpy(self, dtype: np.dtype[np.generic]) -> DType | None:
         return self._numpy.get(dtype.newbyteorder("="))
 
-    def said(self, text: str) -> DType | None:
+    def parse(self, text: str) -> DType | None:
         """By its name or a usual abbreviation, as torch and numpy print it as well: `bf16`, `torch.bfloat16`."""
         name = text.strip().removeprefix("torch.").removeprefix("np.")
-        return self._name.get(SHORT.get(name, name))
+        return self._name.get(ABBREVIATIONS.get(name, name))
 
-    def given(self, dtype: object) -> DType | None:
+    def from_any(self, dtype: object) -> DType | None:
         """The row of a dtype of ours, of numpy's (or the class of its scalars) or of torch's, which is not imported for it."""
         if isinstance(dtype, DType):
             return dtype

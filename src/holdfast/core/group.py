@@ -7,8 +7,9 @@
 1. A step is a gather to the first rank and an answer to each. The messages are bytes; nothing is pickled.
 2. An exception on any rank comes out of every rank as the same `RanksFailed`. A rank that is gone is a `RankLost` on all others.
    A group of one process raises the exception itself.
-3. Work that all ranks know, in numbered pieces, is dealt by bytes (`deal`), the least of it to the first rank; each does its own,
-   and all get all results, in order (`share_out`). So any number of ranks finds the same as one.
+3. Work that all ranks know, in numbered pieces, is dealt by bytes (`assign_evenly`), the least of it to the
+first rank; each does its own,
+   and all get all results, in order (`divide_work`). So any number of ranks finds the same as one.
 
 One process is a group of one (`ALONE`): a step is a function call, and errors are what they are. Processes of `torch.distributed`
 are made a group by `holdfast.torch.group`.
@@ -87,31 +88,31 @@ class Ranks:
     """One thing that the ranks of a group do. This one is a process alone."""
 
     rank, size = 0, 1
-    first = True
+    is_first = True
 
     def agree(
-        self, local: bytes | BaseException, decide: Decide, *, otherwise: str = UNCHANGED
+        self, local: bytes | BaseException, decide: Decide, *, failure_summary: str = UNCHANGED
     ) -> bytes:
         """One step of everybody: what each rank has goes to the first one, whose decision, one a rank, goes to all. What fails on
-        one rank fails on all; the message begins with what that means (`otherwise`)."""
+        one rank fails on all; the message begins with what that means (`failure_summary`)."""
         try:
             if isinstance(local, BaseException):
                 raise local
             return decide([local])[0]
         except Exception as error:
-            if otherwise != UNCHANGED:
-                error.add_note(otherwise)
+            if failure_summary != UNCHANGED:
+                error.add_note(failure_summary)
             raise
 
-    def neighbours(self) -> int:
+    def count_local_ranks(self) -> int:
         """How many of the ranks share this machine, of those that have come so far."""
         return 1
 
-    def apart(self) -> bool:
+    def has_several_machines(self) -> bool:
         """Whether the ranks are on several machines. Known when all have come: after a step."""
         return False
 
-    def counting(self, progress: Progress | None) -> AbstractContextManager[Progress | None]:
+    def joint_progress(self, progress: Progress | None) -> AbstractContextManager[Progress | None]:
         """On the first rank, `progress` hears of what all ranks do; on the others of nothing."""
         return nullcontext(progress)
 
@@ -161,9 +162,9 @@ class FailedStep(msgspec.Struct):
     errno: int | None = None
     """The code of all errors. A code that only some of them have says nothing about the step."""
 
-    def make_error(self, otherwise: str) -> RanksFailed:
+    def make_error(self, failure_summary: str) -> RanksFailed:
         """Make the error that every rank raises."""
-        message = f"{otherwise}: {_causes(self.causes)}"
+        message = f"{failure_summary}: {_causes(self.causes)}"
         if self.missing_path is not None:
             return RanksFoundNothing(message, self.missing_path, causes=self.causes)
         if self.problems is not None:
@@ -184,7 +185,7 @@ class SeveralRanks(Ranks):
     """Ranks that send messages to each other. How they travel is said by whoever derives from this."""
 
     def __init__(self, rank: int, size: int, doing: str) -> None:
-        self.rank, self.size, self.first = rank, size, rank == 0
+        self.rank, self.size, self.is_first = rank, size, rank == 0
         self._doing = doing
 
     def _gather(self, message: bytes) -> list[bytes] | None:
@@ -196,7 +197,7 @@ class SeveralRanks(Ranks):
         raise NotImplementedError
 
     def agree(
-        self, local: bytes | BaseException, decide: Decide, *, otherwise: str = UNCHANGED
+        self, local: bytes | BaseException, decide: Decide, *, failure_summary: str = UNCHANGED
     ) -> bytes:
         """As for one process. A `DurabilityUncertain` of `decide` stays one, on every rank: something was published."""
         if isinstance(local, bytes):
@@ -206,9 +207,9 @@ class SeveralRanks(Ranks):
             cause = local
             message = RankMessage.from_error(self._doing, local)
         try:
-            gathered = self._gather(b"" if self.first else write_document(RANK_MESSAGE, message))
+            gathered = self._gather(b"" if self.is_first else write_document(RANK_MESSAGE, message))
         except RankLost as error:
-            if self.first:
+            if self.is_first:
                 lost = FailedStep({rank: str(error) for rank in error.ranks})
                 self._answer([FAILED + write_document(FAILED_STEP, lost)] * self.size)
             raise
@@ -224,7 +225,7 @@ class SeveralRanks(Ranks):
             return content
         if answer.startswith(UNCERTAIN):
             raise DurabilityUncertain(content.decode()) from cause
-        raise read_document(FAILED_STEP, content).make_error(otherwise) from cause
+        raise read_document(FAILED_STEP, content).make_error(failure_summary) from cause
 
     def _decide(
         self, messages: list[RankMessage], decide: Decide
@@ -279,24 +280,24 @@ class SeveralRanks(Ranks):
 
 
 @contextmanager
-def together(ranks: Ranks, otherwise: str = UNCHANGED) -> Iterator[None]:
+def joint_phase(ranks: Ranks, failure_summary: str = UNCHANGED) -> Iterator[None]:
     """A step of all ranks: what fails on one of them is raised on all."""
     problem: Exception | None = None
     try:
         yield
     except Exception as error:
         problem = error
-    ranks.agree(problem or b"", lambda _: [b""] * ranks.size, otherwise=otherwise)
+    ranks.agree(problem or b"", lambda _: [b""] * ranks.size, failure_summary=failure_summary)
 
 
 @contextmanager
-def acting(group: AnyGroup | None, doing: str) -> Iterator[Ranks]:
+def joined_ranks(group: AnyGroup | None, doing: str) -> Iterator[Ranks]:
     """Do something with all ranks of a group, or alone; it begins when all have come. An error between two steps is sent with the
     next one, and so is raised on every rank."""
     ranks = begin(group, doing)
     try:
         ranks.agree(b"", _all_here)
-        with telling(ranks):
+        with shared_errors(ranks):
             yield ranks
         ranks.agree(b"", _all_here)
     finally:
@@ -304,12 +305,12 @@ def acting(group: AnyGroup | None, doing: str) -> Iterator[Ranks]:
 
 
 def _all_here(messages: list[bytes]) -> list[bytes]:
-    check_same(messages)
+    check_same_checkpoint(messages)
     return [b""] * len(messages)
 
 
 @contextmanager
-def telling(ranks: Ranks) -> Iterator[None]:
+def shared_errors(ranks: Ranks) -> Iterator[None]:
     """Send what fails in the block to the other ranks, unless they have it."""
     try:
         yield
@@ -324,7 +325,7 @@ MARK_NBYTES = 16
 SHARES = message_type("list of shares", list[bytes])
 
 
-def share_out(
+def divide_work(
     ranks: Ranks,
     nbytes: Sequence[int] | Ints,
     work: Callable[[list[int]], Sequence[T]],
@@ -339,8 +340,8 @@ def share_out(
     weights = np.asarray(nbytes, np.int64)
     results: DocumentType[list[T]] = message_type("list of results", list[kind])  # type: ignore[valid-type]  # one that is given
     # The fullest share comes first, and the first rank is to have the emptiest.
-    picks = ranks.size - 1 - deal(weights, np.zeros(ranks.size, np.int64))
-    with telling(ranks):
+    picks = ranks.size - 1 - assign_evenly(weights, np.zeros(ranks.size, np.int64))
+    with shared_errors(ranks):
         own = write_document(results, [*work(np.flatnonzero(picks == ranks.rank).tolist())])
     found = [
         read_document(results, one)[::-1]
@@ -354,7 +355,7 @@ def exchange(ranks: Ranks, own: bytes, *, common: bytes) -> list[bytes]:
     from hashlib import blake2b  # for those who have others to compare with
 
     def decide(messages: list[bytes]) -> list[bytes]:
-        check_same([message[:MARK_NBYTES] for message in messages])
+        check_same_checkpoint([message[:MARK_NBYTES] for message in messages])
         return [write_document(SHARES, [message[MARK_NBYTES:] for message in messages])] * len(
             messages
         )
@@ -369,26 +370,24 @@ def compare_marks(ranks: Ranks, mark: bytes) -> None:
         ranks.agree(mark, _all_here)
 
 
-def check_same(marks: Sequence[bytes]) -> None:
+def check_same_checkpoint(marks: Sequence[bytes]) -> None:
     """Raise `Replaced` where the ranks have not opened one checkpoint, by what each made of its own."""
     others = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
     if others:
-        message = (
-            f"the ranks have opened different checkpoints ({say_ranks(others)} not that of rank 0)"
-        )
+        message = f"the ranks have opened different checkpoints ({format_ranks(others)} not that of rank 0)"
         raise Replaced(
             f"{message}: it was saved again, or it is not on storage that all of them share",
             found=tuple(others),
         )
 
 
-def deal(nbytes: Ints, loads: Ints) -> Ints:
+def assign_evenly(nbytes: Ints, loads: Ints) -> Ints:
     """For each piece the number of the holder that gets it, so that all have about as much; `loads` is what each has already.
 
     The largest go one by one to whoever has the least. All others are poured onto the loads, and keep their neighbours
     (`ranks/plan.py` has the reason and the bound).
 
-    >>> deal(np.array([5, 1, 9, 3]), np.array([0, 6])).tolist()
+    >>> assign_evenly(np.array([5, 1, 9, 3]), np.array([0, 6])).tolist()
     [1, 1, 0, 0]
     """
     picks = np.zeros(len(nbytes), np.int64)
@@ -418,10 +417,10 @@ def _pour(nbytes: Ints, loads: Ints) -> Ints:
     return np.minimum(picks, len(loads) - 1)  # a piece of no bytes may lie behind all rooms
 
 
-def say_ranks(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """Ranks in words.
 
-    >>> say_ranks([3]), say_ranks([0, 1, 2, 7, 5])
+    >>> format_ranks([3]), format_ranks([0, 1, 2, 7, 5])
     ('rank 3', 'ranks 0 to 2, 5 and 7')
     """
     ordered = np.unique(np.fromiter(ranks, np.int64))
@@ -440,6 +439,6 @@ def _causes(known: dict[int, str]) -> str:
     alike: dict[str, list[int]] = {}
     for rank, text in known.items():
         alike.setdefault(text, []).append(rank)
-    listed = [f"{say_ranks(ranks)}: {text}" for text, ranks in alike.items()]
+    listed = [f"{format_ranks(ranks)}: {text}" for text, ranks in alike.items()]
     more = [f"and {len(listed) - CAUSES} other causes"] if len(listed) > CAUSES else []
     return "; ".join(listed[:CAUSES] + more)

@@ -6,12 +6,12 @@ import re
 
 from holdfast.errors import UnsafePath
 
-DATA = re.compile(
+DATA_KEY = re.compile(
     r"data-([0-9a-f]{16})-[0-9]{5,}-of-[0-9]{5,}(?:-[0-9]{5,})?\.safetensors", re.ASCII
 )
 """What a save to an object store calls its data, with the id of the save: nobody else has given such a name."""
 
-SIBLING = re.compile(rf"\.\./([^./\\\0][^/\\\0]*)/({DATA.pattern})", re.ASCII)
+SIBLING = re.compile(rf"\.\./([^./\\\0][^/\\\0]*)/({DATA_KEY.pattern})", re.ASCII)
 
 
 def check_key(key: str) -> str:
@@ -34,13 +34,13 @@ def is_plain_path(path: str) -> bool:
     return not any(part in ("", ".", "..") for part in path.split("/"))
 
 
-def sibling_key(key: str) -> tuple[str, str] | None:
+def parse_sibling_key(key: str) -> tuple[str, str] | None:
     """Folder and name of a key that names data of another save, in a folder beside the one that was opened; None for any other.
 
-    >>> sibling_key("../step-1/data-0123456789abcdef-00001-of-00001.safetensors")
+    >>> parse_sibling_key("../step-1/data-0123456789abcdef-00001-of-00001.safetensors")
     ('step-1', 'data-0123456789abcdef-00001-of-00001.safetensors')
-    >>> sibling_key("../../data-0123456789abcdef-00001-of-00001.safetensors"), sibling_key("../step-1/secret.safetensors")
-    (None, None)
+    >>> parse_sibling_key("../step-1/secret.safetensors") is None
+    True
     """
     found = SIBLING.fullmatch(key)
     return None if found is None else (found[1], found[2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import force_setattr
 
-from holdfast.core.quantities import byte_count, whole_number
+from holdfast.core.quantities import parse_count, parse_nbytes
 from holdfast.core.value import Value
 
 MIB = 1 << 20
@@ -61,7 +61,7 @@ class Limits(Value, frozen=True):
                 force_setattr(
                     self,
                     field,
-                    byte_count(value, name) if of_bytes else whole_number(value, name, least=0),
+                    parse_nbytes(value, name) if of_bytes else parse_count(value, name, least=0),
                 )
 
 

@@ -1,4 +1,5 @@
-"""`match` and `meet`: which rows of a checkpoint go to which tensors of a target, and which bytes of each. Nothing is read.
+"""`match_rows` and `find_overlaps`: which rows of a checkpoint go to which tensors of a target, and which
+bytes of each. Nothing is read.
 
     match      names of both sides            pairs of rows; what is missing, what is left, what does not fit
     meet       boxes of both sides            rows that are one range each; parts as lazy tensors, each with its box
@@ -21,7 +22,7 @@ from holdfast.core.value import Value
 T = TypeVar("T", bound=Hashable)
 
 
-class Matched(Value, frozen=True):
+class RowMatches(Value, frozen=True):
     """Rows of a source and of a target that belong together, and those that have no counterpart."""
 
     source: list[int]
@@ -32,7 +33,7 @@ class Matched(Value, frozen=True):
     ]  # Rows of the target that cannot have what the source has under their name, each with the reason.
 
 
-class Met(Value, frozen=True):
+class Overlaps(Value, frozen=True):
     """Where both sides overlap: in each place a box of a target, and the elements of a source that belong there."""
 
     pairs: list[int]
@@ -44,19 +45,19 @@ class Met(Value, frozen=True):
     Where there is none, the bytes of the source are one range, and all of the target."""
 
 
-def match(
+def match_rows(
     rows: Mapping[str, int],
     kind: Sequence[int],
     names: Sequence[str],
     kinds: Sequence[T],
     judge: Callable[[int, T], str | None],
-) -> Matched:
+) -> RowMatches:
     """Match rows of a source with those of a target by name.
 
     `rows` gives the row of a name of the source, `kind` the kind of a row. The target has a name and a kind of its own a row;
     `judge` says why a target of a kind cannot have a source of a kind, or None, and is asked once for each pair of kinds.
 
-    >>> match({"a": 0, "b": 1}, [5, 6], ["b", "c"], ["x", "x"], lambda source, target: None)
+    >>> match_rows({"a": 0, "b": 1}, [5, 6], ["b", "c"], ["x", "x"], lambda source, target: None)
     Matched(source=[1], target=[0], missing=[1], refused={})
     """
     source: list[int] = []
@@ -78,15 +79,15 @@ def match(
             target.append(number)
         else:
             refused[number] = problem
-    return Matched(source, target, missing, refused)
+    return RowMatches(source, target, missing, refused)
 
 
-def meet(
+def find_overlaps(
     table: Table,
     rows: Sequence[int],
     boxes: Sequence[Sequence[Box] | None],
     given: Mapping[int, LazyTensor] | None = None,
-) -> Met:
+) -> Overlaps:
     """Where rows of a source meet the boxes of their targets. `None` in the place of boxes is all of a tensor, in its own shape.
     `given` has tensors that take the place of the row of their pair: it is seen in another shape, or is no row. Boxes that have no
     elements are left out."""
@@ -95,7 +96,7 @@ def meet(
         table.kind_indices,
         table.irregular,
     )
-    found, given = Met([], [], {}), given or {}
+    found, given = Overlaps([], [], {}), given or {}
     for pair, (row, cut) in enumerate(zip(rows, boxes, strict=True)):
         if cut is None and pair not in given and whole[kind[row]] and row not in irregular:
             found.pairs.append(pair)

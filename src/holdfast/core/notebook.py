@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
-from holdfast.core.order import in_order
-from holdfast.core.text import clip, escape, nbytes
+from holdfast.core.order import sort_naturally
+from holdfast.core.text import clip, escape, format_nbytes
 from holdfast.core.value import Value
 
 ROWS = 50
@@ -108,7 +108,7 @@ class Shown:
         """A field as it is shown: names, and rows that have some, in the order in which people count."""
         if field == "notes" or not isinstance(value, tuple):
             return value
-        return tuple(in_order(value, _name)) if all(map(_name, value)) else value
+        return tuple(sort_naturally(value, _name)) if all(map(_name, value)) else value
 
     def _repr_html_(self) -> str:
         values = {name: self._arranged(name, value) for name, value in _fields(self).items()}
@@ -159,7 +159,7 @@ def _fact(name: str, value: object) -> str:
     if isinstance(value, int):
         # Room that has no end is as many bytes as can be counted.
         return (
-            ("any" if value >= 1 << 62 else nbytes(value))
+            ("any" if value >= 1 << 62 else format_nbytes(value))
             if name.endswith("nbytes") and value >= 0
             else f"{value:,}"
         )
@@ -220,7 +220,9 @@ def _shown(column: str, value: object, largest: float) -> Cell:
             else ", ".join(inside) + (" …" if len(value) > 8 else "")
         )
     if isinstance(value, int) and column.endswith("nbytes") and not isinstance(value, bool):
-        return Bar(nbytes(value) if value >= 0 else str(value), value / largest if largest else 0.0)
+        return Bar(
+            format_nbytes(value) if value >= 0 else str(value), value / largest if largest else 0.0
+        )
     if column in ("relative", "zeros") and isinstance(value, int | float):
         return Bar(_fact(column, value), value / largest if largest else 0.0)
     return _fact(column, value) if _plain(value) else type(value).__name__

@@ -40,7 +40,7 @@ from typing import (
 
 from holdfast.core import arguments
 from holdfast.core.arguments import AnyDType, Reader
-from holdfast.core.quantities import Size, seconds, share, whole_number
+from holdfast.core.quantities import Size, parse_count, parse_fraction, parse_seconds
 from holdfast.core.runtime import cut_traceback
 from holdfast.errors import BadArgumentType, RankLost, RanksFailed
 
@@ -379,7 +379,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "deadline": Option(
         DEADLINE, "consider a rank lost after this many seconds without a heartbeat (default: 60)",
-        read=seconds,
+        read=parse_seconds,
     ),
     "when_busy": Option(
         "wait", "'wait' until another save of this process ends, or 'refuse'",
@@ -393,7 +393,7 @@ OPTIONS: dict[str, Option] = {
     "step": Option(
         None, "number of the step (default: read from the files)", "STEP", arguments.step
     ),
-    "ran": Option(None, "seconds that the training has run", read=seconds, flag=""),
+    "ran": Option(None, "seconds that the training has run", read=parse_seconds, flag=""),
     "digest": Option(
         "xxh3-128", "digest algorithm (default: xxh3-128)", "HOW", arguments.one_of(*DIGESTS),
         choices=DIGESTS,
@@ -445,7 +445,7 @@ RECORD_OPTIONS: dict[Callable[..., object], Mapping[str, Option]] = {
 
 READERS: dict[str, Reader | None] = {
     "allow": arguments.allowed,
-    "bins": lambda value, name: whole_number(value, name, least=0, most=arguments.MOST),
+    "bins": lambda value, name: parse_count(value, name, least=0, most=arguments.MOST),
     "by": arguments.text,
     "extra_files": arguments.contents,
     "filter": arguments.text,
@@ -453,7 +453,7 @@ READERS: dict[str, Reader | None] = {
     "opset_version": arguments.versions,
     "pattern": arguments.text,
     "prefix": arguments.text,
-    "sample": share,
+    "sample": parse_fraction,
 }
 """The checks of parameters that are not in a record."""
 

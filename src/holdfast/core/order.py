@@ -23,7 +23,7 @@ def _number(digits: str) -> Number:
     return len(size), size
 
 
-def natural(name: str) -> tuple[tuple[str | Number, ...], str]:
+def natural_sort_key(name: str) -> tuple[tuple[str | Number, ...], str]:
     """What to sort names by.
 
     >>> sorted(["layers.10.w", "layers.2.w", "layers.w", "layers.02.w"], key=natural)
@@ -34,10 +34,10 @@ def natural(name: str) -> tuple[tuple[str | Number, ...], str]:
     return tuple(parts), name
 
 
-def in_order(things: Iterable[T], name: Callable[[T], str] = str) -> list[T]:
+def sort_naturally(things: Iterable[T], name: Callable[[T], str] = str) -> list[T]:
     """Things in the order of their names, which is that of their numbers where nothing else tells them apart, else their own.
 
-    >>> in_order(["embed", "layers.0.w", "layers.0.b", "layers.10.w", "layers.2.w", "layers.2.b", "head"])
+    >>> sort_naturally(["embed", "layers.0.w", "layers.0.b", "layers.10.w", "layers.2.w", "layers.2.b", "head"])
     ['embed', 'layers.0.w', 'layers.0.b', 'layers.2.w', 'layers.2.b', 'layers.10.w', 'head']
     """
     # Parts below one another, their numbers left out, are counted in the order in which they are met.

@@ -99,7 +99,7 @@ class Store:
         return False
 
     def can_read_sibling(self, key: str) -> bool:
-        """Whether a key of a sibling folder (`core.keys.sibling_key`) can be read. Objects have no second names, so
+        """Whether a key of a sibling folder (`core.keys.parse_sibling_key`) can be read. Objects have no second names, so
         a checkpoint in a bucket names what it has in common with one beside it where that is."""
         return False
 

@@ -43,10 +43,10 @@ AMOUNT = re.compile(r"\s*([0-9_,.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.ASCII)
 LENGTH = 80
 
 
-def shown(value: object) -> str:
+def describe_value(value: object) -> str:
     """A value in a message: as it is written, cut where it is long, and its type where that does not show.
 
-    >>> shown("x"), shown(3), shown([1])
+    >>> describe_value("x"), describe_value(3), describe_value([1])
     ("'x'", '3', '[1] (a list)')
     """
     if isinstance(value, type):
@@ -70,10 +70,10 @@ def _article(noun: str) -> str:
     return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"
 
 
-def byte_count(size: object, name: str = "a size") -> int:
+def parse_nbytes(size: object, name: str = "a size") -> int:
     """A number of bytes, as a number or as people write it.
 
-    >>> byte_count("5GB"), byte_count("1GiB"), byte_count(4096), byte_count(1e9)
+    >>> parse_nbytes("5GB"), parse_nbytes("1GiB"), parse_nbytes(4096), parse_nbytes(1e9)
     (5000000000, 1073741824, 4096, 1000000000)
     """
     if isinstance(size, str):
@@ -86,9 +86,7 @@ def byte_count(size: object, name: str = "a size") -> int:
     else:
         found = _whole(size)
         if found is None:
-            message = (
-                f"{name} takes a number of bytes (2_000_000_000, 2e9 or '2GB'), not {shown(size)}"
-            )
+            message = f"{name} takes a number of bytes (2_000_000_000, 2e9 or '2GB'), not {describe_value(size)}"
             raise BadArgumentType(message, found=size)
         count = found
     if count <= 0:
@@ -96,28 +94,34 @@ def byte_count(size: object, name: str = "a size") -> int:
     return count
 
 
-def whole_number(value: object, name: str, *, least: int = 1, most: int | None = None) -> int:
+def parse_count(value: object, name: str, *, least: int = 1, most: int | None = None) -> int:
     """A count: any integer, or a float that is one.
 
-    >>> whole_number(8.0, "threads")
+    >>> parse_count(8.0, "threads")
     8
     """
     found = _whole(value)
     if found is None and isinstance(value, str) and value.strip().isdecimal() and value.isascii():
         found = int(value)
     if found is None:
-        raise BadArgumentType(f"{name} takes a whole number, not {shown(value)}", found=value)
+        raise BadArgumentType(
+            f"{name} takes a whole number, not {describe_value(value)}", found=value
+        )
     if found < least:
-        raise BadArgument(f"{name} takes a number from {least} on, not {shown(value)}", found=value)
+        raise BadArgument(
+            f"{name} takes a number from {least} on, not {describe_value(value)}", found=value
+        )
     if most is not None and found > most:
-        raise BadArgument(f"{name} takes a number up to {most:,}, not {shown(value)}", found=value)
+        raise BadArgument(
+            f"{name} takes a number up to {most:,}, not {describe_value(value)}", found=value
+        )
     return found
 
 
-def share(value: object, name: str = "a share") -> float:
+def parse_fraction(value: object, name: str = "a share") -> float:
     """A part of a whole: a number up to 1, or text, in percent or not.
 
-    >>> share(0.25), share("1%"), share("0.5")
+    >>> parse_fraction(0.25), parse_fraction("1%"), parse_fraction("0.5")
     (0.25, 0.01, 0.5)
     """
     found: float | None = None
@@ -132,40 +136,42 @@ def share(value: object, name: str = "a share") -> float:
         except ValueError:
             found = None
     else:
-        found = number(value)
+        found = to_float(value)
     if found is None:
         raise BadArgumentType(
-            f"{name} takes a share (0.01 or '1%'), not {shown(value)}", found=value
+            f"{name} takes a share (0.01 or '1%'), not {describe_value(value)}", found=value
         )
     if not 0 < found <= 1:
         raise BadArgument(
-            f"{name} takes a share above 0 and up to 1 (or '100%'), not {shown(value)}", found=value
+            f"{name} takes a share above 0 and up to 1 (or '100%'), not {describe_value(value)}",
+            found=value,
         )
     return found
 
 
-def seconds(value: object, name: str = "a duration") -> float:
+def parse_seconds(value: object, name: str = "a duration") -> float:
     """A duration: seconds as a number, "90s" or "5min", or a `timedelta`.
 
-    >>> seconds(60), seconds("5 min"), seconds(timedelta(seconds=2))
+    >>> parse_seconds(60), parse_seconds("5 min"), parse_seconds(timedelta(seconds=2))
     (60.0, 300.0, 2.0)
     """
     if isinstance(value, timedelta):
         found: float | None = value.total_seconds()
     else:
-        found = _amount(value, SECONDS) if isinstance(value, str) else number(value)
+        found = _amount(value, SECONDS) if isinstance(value, str) else to_float(value)
     if found is None:
         raise BadArgumentType(
-            f"{name} takes seconds (60, '90s' or '5min'), not {shown(value)}", found=value
+            f"{name} takes seconds (60, '90s' or '5min'), not {describe_value(value)}", found=value
         )
     if not found > 0:
         raise BadArgument(
-            f"{name} takes a time that is longer than none, not {shown(value)}", found=value
+            f"{name} takes a time that is longer than none, not {describe_value(value)}",
+            found=value,
         )
     return found
 
 
-def number(value: object) -> float | None:
+def to_float(value: object) -> float | None:
     """A number of any kind as a float; None for anything else, and for True and False."""
     if isinstance(value, SupportsFloat | SupportsIndex) and not isinstance(value, bool):
         # A tensor of several numbers says that it has no float, each library in its own way.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-def start(
+def start_thread(
     run: Callable[[], None], *, name: str, daemon: bool | None = None
 ) -> threading.Thread | None:
     """Call something on a thread of its own. None, and nothing done, where no thread can be started."""
@@ -61,17 +61,19 @@ class gc_paused:  # noqa: N801  # a block, said as one; a generator would take a
 C = TypeVar("C", bound=Callable[..., object])
 
 
-def weakly(method: C) -> C:
+def bind_weakly(method: C) -> C:
     """Bind a method to a weak reference of its object. An object that keeps methods of its own is a cycle: it stays until the
-    collector comes, which a training loop may have turned off. With methods that are kept `weakly` it goes with its last user, who
+    collector comes, which a training loop may have turned off. With methods that are kept `bind_weakly` it
+    goes with its last user, who
     must hold it for as long as they are called."""
     if not isinstance(method, MethodType):
         return method
     return MethodType(method.__func__, proxy(method.__self__))  # type: ignore[return-value]  # called like the one that was given
 
 
-class Sent:
-    """A method that is kept `weakly` by an object that may travel to another process, where it is the method of what arrived."""
+class PortableMethod:
+    """A method that is kept `bind_weakly` by an object that may travel to another process, where it is the
+    method of what arrived."""
 
     __slots__ = ("_name", "_owner")
 
@@ -86,8 +88,8 @@ class Sent:
         return _arrived, (self._owner(), self._name)
 
 
-def _arrived(owner: object, name: str) -> Sent:
-    return Sent(getattr(owner, name))
+def _arrived(owner: object, name: str) -> PortableMethod:
+    return PortableMethod(getattr(owner, name))
 
 
 class _Lock(Protocol):
@@ -101,10 +103,10 @@ _locks: set[ref[_Lock]] = (
 )  # Each goes with its lock. Adding and discarding are one step each: no lock is needed.
 
 
-def renewed(lock: L) -> L:
+def make_fork_safe(lock: L) -> L:
     """Make a `Lock` or `RLock` free in every forked child, and return it. `fork` copies memory but only the calling thread. A lock
     that another thread held in that moment would stay taken in the child for ever. So every lock that outlives a call is made with
-    `renewed`."""
+    `make_fork_safe`."""
     # The method has no annotation in Python's own; its logging and queues use it so.
     _locks.add(ref(lock, _locks.discard))  # type: ignore[arg-type]
     return lock
@@ -147,12 +149,12 @@ def _at_exit() -> None:
         end()
 
 
-def copied_together(texts: Sequence[str]) -> list[str]:
+def copy_compactly(texts: Sequence[str]) -> list[str]:
     """Copies of texts that lie together in memory.
 
     Texts that a parser made hold the memory of what it made between them, half a kilobyte for each name. With the copies it is
     freed.
-    >>> copied_together(["a", "b.c"])
+    >>> copy_compactly(["a", "b.c"])
     ['a', 'b.c']
     """
     copies = "\0".join(texts).split("\0")

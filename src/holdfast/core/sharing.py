@@ -365,7 +365,7 @@ def reached_spans(
     found: dict[Storage, list[Span[None]]] = {}
     for tensor in tensors:
         for chunk in tensor.chunks:
-            start, stop = chunk.extent(tensor.dtype)
+            start, stop = chunk.byte_range(tensor.dtype)
             found.setdefault(chunk.storage, []).extend(
                 [(start - start % aligned, stop, None)] if start < stop else ()
             )

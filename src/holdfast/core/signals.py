@@ -36,7 +36,7 @@ class SignalOverride:
     def wanted(self) -> bool:
         return self._process == os.getpid() and self._wanted()
 
-    def put(self, number: int) -> None:
+    def install(self, number: int) -> None:
         """Put it in place, on the main thread. What is there has to be Python's: nothing else could be given back."""
         before = signal.getsignal(number)
         assert before is not None, "the caller has looked"
@@ -46,7 +46,7 @@ class SignalOverride:
             signal.signal(number, self)
             _overrides.add(self)
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Restore what was there, where that is due, possible, and nobody has put theirs over ours."""
         if self.wanted or threading.current_thread() is not threading.main_thread():
             return
@@ -104,7 +104,7 @@ def _after_fork() -> None:
 
 def _in_child() -> None:
     for override in list(_overrides):
-        override.give_back()
+        override.restore()
     _after_fork()
 
 

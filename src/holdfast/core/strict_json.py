@@ -74,7 +74,7 @@ def parse(raw: bytes, limits: Limits, *, file: str | None = None, start: int = 0
     return _parse(raw, file, start)
 
 
-def parse_parts(parts: Mapping[str, bytes], limits: Limits, *, nbytes: int) -> dict[str, object]:
+def parse_values(parts: Mapping[str, bytes], limits: Limits, *, nbytes: int) -> dict[str, object]:
     """Some values out of a document of `nbytes` bytes, as `parse` would give them. Their lists and objects are paid for together,
     by the length of the whole document: it is the whole that its writer pays for."""
     count = sum(_count_brackets(raw, limits.depth, None, start=0) for raw in parts.values())
@@ -82,18 +82,18 @@ def parse_parts(parts: Mapping[str, bytes], limits: Limits, *, nbytes: int) -> d
     return {name: _parse(raw, None, 0) for name, raw in parts.items()}
 
 
-def paid_nbytes(raw: bytes, more: int = 0) -> int:
+def required_nbytes(raw: bytes, more: int = 0) -> int:
     """How long a document has to be, so that its lists and objects, and so many more, are not too many for its length."""
     containers = raw.count(b"[") + raw.count(b"{") + more
     return max(len(raw), (containers - FREE_CONTAINERS) * CONTAINER_NBYTES)
 
 
-def pointer(*steps: str | int) -> str:
+def format_pointer(*steps: str | int) -> str:
     """A place in a document, for messages.
 
-    >>> pointer("model.w", "shape", 1)
+    >>> format_pointer("model.w", "shape", 1)
     '$.model.w.shape[1]'
-    >>> pointer("a b", "dtype")
+    >>> format_pointer("a b", "dtype")
     '$["a b"].dtype'
     """
     shown = ["$"]
@@ -101,16 +101,16 @@ def pointer(*steps: str | int) -> str:
         if isinstance(step, int):
             shown.append(f"[{step}]")
         else:
-            shown.append(f".{step}" if PLAIN_STEP.match(step) else f"[{quoted(step)}]")
+            shown.append(f".{step}" if PLAIN_STEP.match(step) else f"[{quote(step)}]")
     return "".join(shown)
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """A text from a file, in quotes, escaped and cut so that it can be shown anywhere."""
     return json.dumps(text if len(text) <= SHOWN else text[:SHOWN] + "…")
 
 
-def kind(value: object) -> str:
+def describe_json(value: object) -> str:
     """What a parsed value is, in words, with the value where it is short."""
     match value:
         case bool() | None:
@@ -118,7 +118,7 @@ def kind(value: object) -> str:
         case int() | float():
             return f"the number {value}"
         case str():
-            return f"the text {quoted(value)}"
+            return f"the text {quote(value)}"
         case list():
             return f"a list of {len(value):,}"
         case dict():
@@ -156,7 +156,7 @@ def _parse_slowly(raw: bytes, file: str | None, start: int) -> object:
         return (
             made
             if len(made) == len(pairs)
-            else flaw(f"the key {quoted(_first_double(pairs))} occurs twice")
+            else flaw(f"the key {quote(_first_double(pairs))} occurs twice")
         )
 
     def make_int(digits: str) -> object:
@@ -258,7 +258,9 @@ def _report_flaw(document: object, file: str | None, start: int) -> None:
                 )
                 waiting += [((path, key), value[key]) for key in reversed(value)]
         if reason is not None:
-            raise HeaderError(f"at {pointer(*_steps(path))}: {reason}", file=file, offset=start)
+            raise HeaderError(
+                f"at {format_pointer(*_steps(path))}: {reason}", file=file, offset=start
+            )
 
 
 def _steps(path: Steps) -> list[str | int]:
@@ -272,7 +274,7 @@ def _steps(path: Steps) -> list[str | int]:
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-NO_UNICODE = "a name with half of a surrogate pair, which is no Unicode"
+INVALID_UNICODE = "a name with half of a surrogate pair, which is no Unicode"
 
 
 def is_unicode(text: str) -> bool:
@@ -286,7 +288,7 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def as_keys(names: Sequence[str]) -> tuple[str, Sequence[str]]:
+def encode_keys(names: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Names as the keys of a JSON object: what stands before and behind each, and the texts. Nearly always that is a quote and the
     names themselves; where one is odd, nothing, and each with its quotes and escapes."""
     every = "".join(names)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from holdfast.core.arrays import AnyDType, Ints
-from holdfast.core.chunk import c_strides, in_c_order
+from holdfast.core.chunk import c_strides, is_c_ordered
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Source, Store
 from holdfast.core.runtime import gc_paused
@@ -97,7 +97,7 @@ class RowKind(Value, frozen=True, eq=False):
             and (traits is PLAIN or not (traits.conj or traits.neg or traits.meta))
             and is_inside
             and nbytes <= storage_nbytes
-            and in_c_order(shape, strides, dtype.bits)
+            and is_c_ordered(shape, strides, dtype.bits)
         )
         whole = contiguous and nbytes == storage_nbytes
         return cls(

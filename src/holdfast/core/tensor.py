@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 import numpy as np
 
 from holdfast.core.box import Box
-from holdfast.core.chunk import Chunk, Storage, c_strides, in_c_order
+from holdfast.core.chunk import Chunk, Storage, c_strides, is_c_ordered
 from holdfast.core.digest import Digest
 from holdfast.core.dtype import DType
 from holdfast.core.opaque import AnyValue, Global
@@ -140,7 +140,9 @@ def _in_order(shape: tuple[int, ...], bits: int) -> tuple[Box, tuple[int, ...]]:
 @lru_cache(maxsize=1024)
 def _contiguous_nbytes(bits: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Bytes of elements that follow each other in C order and fill whole bytes each; -1 for others."""
-    return -1 if bits < 8 or not in_c_order(shape, strides, bits) else math.prod(shape) * bits // 8
+    return (
+        -1 if bits < 8 or not is_c_ordered(shape, strides, bits) else math.prod(shape) * bits // 8
+    )
 
 
 class StridedPosition(Value, frozen=True, eq=False):
@@ -470,7 +472,7 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
     def digest(self) -> Digest:
         """What the tensor holds, in a few bytes; nothing is read where the file records the checksum of exactly its bytes."""
         crc = None if self.traits.meta else self.source.digest([self])[0]
-        return Digest.of(self.dtype, self.shape, crc)
+        return Digest.from_crc32(self.dtype, self.shape, crc)
 
     def empty(self) -> np.ndarray:
         """A fresh array that can hold the elements; refused where an expanded view would cost more than was stored."""
@@ -539,7 +541,7 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
 
     def _repr_html_(self) -> str:
         from holdfast.core.notebook import card
-        from holdfast.core.text import nbytes
+        from holdfast.core.text import format_nbytes
 
         files = list(dict.fromkeys(storage.key for storage in self.storages))
         place = ", ".join(files[:3]) + (", …" if len(files) > 3 else "")
@@ -549,7 +551,7 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
             ("elements", f"{self.size:,}"),
         ]
         facts += [
-            ("size", nbytes(self.nbytes)),
+            ("size", format_nbytes(self.nbytes)),
             *([("blocks", self.traits.blocks)] if self.traits.blocks is not None else []),
         ]
         facts.append(("no data", "meta device") if self.traits.meta else ("in", place))

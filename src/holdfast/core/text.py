@@ -45,10 +45,10 @@ def clip(text: str, limit: int = LABEL_LIMIT) -> str:
     return f"{text[: limit - tail - 1]}…{text[-tail:]}"
 
 
-def nbytes(number: int) -> str:
+def format_nbytes(number: int) -> str:
     """A size in binary units with three or four digits.
 
-    >>> nbytes(512), nbytes(1536), nbytes(154_389_504)
+    >>> format_nbytes(512), format_nbytes(1536), format_nbytes(154_389_504)
     ('512 B', '1.5 KiB', '147.2 MiB')
     """
     if number < 1024:
@@ -62,10 +62,10 @@ def nbytes(number: int) -> str:
     return f"{size / 1024:,.1f} EiB"
 
 
-def count(number: int) -> str:
+def format_count(number: int) -> str:
     """How many, shortened above 100,000.
 
-    >>> count(50_257), count(124_439_808), count(6_738_415_616)
+    >>> format_count(50_257), format_count(124_439_808), format_count(6_738_415_616)
     ('50,257', '124.4M', '6.74B')
     """
     if number < 100_000:
@@ -79,18 +79,18 @@ def count(number: int) -> str:
     return f"{number / 1e12:,.2f}T"
 
 
-def plural(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """
-    >>> plural(1, "tensor"), plural(1200, "tensor")
+    >>> pluralize(1, "tensor"), pluralize(1200, "tensor")
     ('1 tensor', '1,200 tensors')
     """
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def listed(names: Sequence[str], most: int = 5, count: int | None = None) -> str:
+def list_names(names: Sequence[str], most: int = 5, count: int | None = None) -> str:
     """Return the first names, and the number of the others. `count` is the number of all names.
 
-    >>> listed(["a", "b"]), listed(["a", "b", "c"], 2), listed(["a"], count=1001)
+    >>> list_names(["a", "b"]), list_names(["a", "b", "c"], 2), list_names(["a"], count=1001)
     ('a, b', 'a, b and 1 more', 'a and 1,000 more')
     """
     shown = names[:most]
@@ -98,10 +98,10 @@ def listed(names: Sequence[str], most: int = 5, count: int | None = None) -> str
     return ", ".join(shown) + (f" and {rest:,} more" if rest > 0 else "")
 
 
-def percent(part: int, whole: int) -> str:
+def format_percent(part: int, whole: int) -> str:
     """A share that never rounds to "none" or "all" when it is neither.
 
-    >>> percent(1, 3), percent(1, 10**6), percent(999_999, 10**6)
+    >>> format_percent(1, 3), format_percent(1, 10**6), format_percent(999_999, 10**6)
     ('33%', '<1%', '>99%')
     """
     if part == whole:
@@ -110,10 +110,10 @@ def percent(part: int, whole: int) -> str:
     return "<1%" if share < 0.5 else ">99%" if share >= 99.5 else f"{share:.0f}%"
 
 
-def rounded(value: float | None, digits: int = 4) -> float | int | None:
+def round_significant(value: float | None, digits: int = 4) -> float | int | None:
     """Round a number to a few significant digits. NaN and infinities, which JSON lacks, become None.
 
-    >>> rounded(0.000123456), rounded(12.0), rounded(float("nan")), rounded(123456.0)
+    >>> round_significant(0.000123456), round_significant(12.0), round_significant(float("nan")), round_significant(123456.0)
     (0.0001235, 12, None, 123500)
     """
     if value is None or not math.isfinite(value):
@@ -122,10 +122,10 @@ def rounded(value: float | None, digits: int = 4) -> float | int | None:
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
-def iso(seconds: float) -> str:
+def format_iso_time(seconds: float) -> str:
     """Return a time in ISO 8601, to the second.
 
-    >>> iso(1763270000.9)
+    >>> format_iso_time(1763270000.9)
     '2025-11-16T05:13:20Z'
     """
     return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,6 +1,7 @@
 """How boxes lie to each other: do they cover a tensor exactly once, do two overlap, what block do they make?
 
-`tiles` and `covers` answer the first in time that is linear in the number of boxes. Boxes that are cut along one dimension must be
+`is_tiled_by` and `is_shape_tiled` answer the first in time that is linear in the number of boxes. Boxes that
+are cut along one dimension must be
 a chain. For any others, take for every dimension d a function F_d of its coordinates, with random values. A box then has the weight
 
     w(box) = Π over d of (F_d(stop[d]) − F_d(start[d]))
@@ -10,7 +11,8 @@ with a term for each corner. It is the polynomial of the whole if and only if ev
 zero is zero at a random point of a field of p elements with a probability of rank / p at the most (Schwartz and Zippel). The
 values are drawn anew each time, so no file can be made to fit them.
 
-A rank may hold several boxes of one tensor. Boxes that differ in one axis alone (`common_axis`) make a block in which their lengths
+A rank may hold several boxes of one tensor. Boxes that differ in one axis alone (`find_differing_axis`) make
+a block in which their lengths
 add up, however far apart they are; for others it is the smallest box around all of them (`joined_shape`):
 
        [0:2, 0:3] [0:2, 3:7]      axis 1    2 × 7
@@ -33,10 +35,10 @@ from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
 
 
-def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     """The positions of two boxes that share a point, or None. A sweep along the axis with the most distinct starts.
 
-    >>> first_overlap([Box((0,), (4,)), Box((4,), (6,)), Box((5,), (9,))])
+    >>> find_overlap([Box((0,), (4,)), Box((4,), (6,)), Box((5,), (9,))])
     (1, 2)
     """
     filled = [i for i, box in enumerate(boxes) if box.count]
@@ -56,7 +58,7 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     return None
 
 
-def common_axis(boxes: Sequence[Box]) -> int | None:
+def find_differing_axis(boxes: Sequence[Box]) -> int | None:
     """The one axis in which the boxes differ, or None: they differ in several, or there are not two that are not empty."""
     filled = [box for box in boxes if box.count]
     if len(filled) < 2:
@@ -66,7 +68,7 @@ def common_axis(boxes: Sequence[Box]) -> int | None:
     return differing[0] if len(differing) == 1 else None
 
 
-def surrounding(boxes: Sequence[Box]) -> Box:
+def find_bounding_box(boxes: Sequence[Box]) -> Box:
     """The smallest box around all that are not empty; the first box where all are."""
     filled = [box for box in boxes if box.count] or boxes[:1]
     return Box(
@@ -78,10 +80,10 @@ def surrounding(boxes: Sequence[Box]) -> Box:
 def joined_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
     """The shape of the block that the boxes, of which there is at least one, make together.
 
-    >>> joined_shape([Box.at((0, 0), (2, 3)), Box.at((2, 0), (4, 3))])
+    >>> joined_shape([Box.from_offsets((0, 0), (2, 3)), Box.from_offsets((2, 0), (4, 3))])
     (6, 3)
     """
-    around, axis = surrounding(boxes).shape, common_axis(boxes)
+    around, axis = find_bounding_box(boxes).shape, find_differing_axis(boxes)
     if axis is None:
         return around
     length = sum(box.shape[axis] for box in boxes if box.count)
@@ -94,10 +96,10 @@ PRIME = (1 << 31) - 1  # Products of two residues fit 64 bits.
 TRIALS = 3  # (64 / 2^31)^3 is one in 10^22.
 
 
-def tiles(whole: Box, parts: Iterable[Box]) -> bool:
+def is_tiled_by(whole: Box, parts: Iterable[Box]) -> bool:
     """Whether the parts cover every point of `whole` exactly once and nothing else. Empty parts do not matter.
 
-    >>> tiles(Box((2,), (6,)), [Box((4,), (6,)), Box((2,), (4,))]), tiles(Box((2,), (6,)), [Box((2,), (5,))])
+    >>> is_tiled_by(Box((2,), (6,)), [Box((4,), (6,)), Box((2,), (4,))]), is_tiled_by(Box((2,), (6,)), [Box((2,), (5,))])
     (True, False)
     """
     boxes = [box for box in parts if box.count]
@@ -106,26 +108,26 @@ def tiles(whole: Box, parts: Iterable[Box]) -> bool:
     ):
         return False
     origin = whole.start
-    return covers(
+    return is_shape_tiled(
         whole.shape,
         [(tuple(a - o for a, o in zip(b.start, origin, strict=True)), b.shape) for b in boxes],
     )
 
 
-def covers(size: tuple[int, ...], boxes: Sequence[StartAndSize]) -> bool:
+def is_shape_tiled(size: tuple[int, ...], boxes: Sequence[StartAndSize]) -> bool:
     """Whether every element of a tensor is in exactly one of the boxes, which are not empty and lie inside of it.
 
-    >>> covers((4, 6), [((0, 0), (4, 2)), ((0, 2), (4, 4))]), covers((4, 6), [((0, 0), (4, 2)), ((0, 3), (4, 3))])
+    >>> is_shape_tiled((4, 6), [((0, 0), (4, 2)), ((0, 2), (4, 4))]), is_shape_tiled((4, 6), [((0, 0), (4, 2)), ((0, 3), (4, 3))])
     (True, False)
     """
     if len(boxes) < 2:
         return math.prod(size) == sum(math.prod(sizes) for _, sizes in boxes)
     starts, sizes = (np.array([box[side] for box in boxes], np.int64).T for side in (0, 1))
-    return columns_cover(size, starts, starts + sizes)
+    return is_shape_tiled_by_columns(size, starts, starts + sizes)
 
 
-def columns_cover(size: tuple[int, ...], starts: Ints, stops: Ints) -> bool:
-    """`covers`, of boxes as columns, a row for each dimension. They lie inside of the tensor; empty ones do not matter."""
+def is_shape_tiled_by_columns(size: tuple[int, ...], starts: Ints, stops: Ints) -> bool:
+    """`is_shape_tiled`, of boxes as columns, a row for each dimension. They lie inside of the tensor; empty ones do not matter."""
     filled = np.logical_and.reduce(starts < stops)
     if not filled.all():
         starts, stops = starts[:, filled], stops[:, filled]

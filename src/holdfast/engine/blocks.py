@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from holdfast.core.arrays import byte_row
-from holdfast.core.chunk import in_c_order
+from holdfast.core.chunk import is_c_ordered
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
@@ -57,7 +57,7 @@ def contiguous_bytes(tensor: LazyTensor) -> tuple[str, int] | None:
     ):
         return None
     if (
-        not in_c_order(tensor.shape, chunk.strides, dtype.bits)
+        not is_c_ordered(tensor.shape, chunk.strides, dtype.bits)
         or chunk.offset % 8
         or (tensor.size * dtype.bits) % 8
     ):

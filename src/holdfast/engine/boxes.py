@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from holdfast.core.arrays import Ints
-from holdfast.core.chunk import Chunk, c_strides, in_c_order
+from holdfast.core.chunk import Chunk, c_strides, is_c_ordered
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request, Store
 from holdfast.core.runtime import address_of, memory_at
@@ -226,7 +226,9 @@ def _contiguous_bits(chunk: Chunk, dtype: DType, out: np.ndarray) -> int:
         or not out.flags.c_contiguous
     ):
         return 0
-    return chunk.box.count * dtype.bits if in_c_order(chunk.shape, chunk.strides, dtype.bits) else 0
+    return (
+        chunk.box.count * dtype.bits if is_c_ordered(chunk.shape, chunk.strides, dtype.bits) else 0
+    )
 
 
 def cut(chunk: Chunk, dtype: DType, policy: Policy) -> Iterator[tuple[Chunk, StridedRanges]]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.chunk import Storage
-from holdfast.core.crc import Sums, crc32
+from holdfast.core.crc import BlockCrcs, crc32
 from holdfast.core.documents import message_type, read_document, write_document
 from holdfast.core.group import Ranks, exchange
 from holdfast.core.protocols import Request, Store, group_by_source
@@ -83,7 +83,9 @@ class RangeSums:
         self._whole: Ints = np.zeros(
             len(ranges), np.int64
         )  # The CRC of each range that lies in one block.
-        self._sums = {number: Sums() for number in (self._cut & self._summed).nonzero()[0].tolist()}
+        self._sums = {
+            number: BlockCrcs() for number in (self._cut & self._summed).nonzero()[0].tolist()
+        }
         self._known: Bools = np.zeros(len(ranges), np.bool_)  # Which of them were summed here.
         self.errors: dict[
             int, HoldfastError
@@ -130,7 +132,7 @@ class RangeSums:
         cut = self._cut[owners]
         if cut.any():
             for at in np.flatnonzero(cut).tolist():
-                self._sums[int(owners[at])].note(
+                self._sums[int(owners[at])].add_crc(
                     int(begins[at]), int(ends[at] - begins[at]), crcs[at]
                 )
             self._whole[owners[~cut]] = np.array(crcs, np.int64)[~cut]
@@ -169,7 +171,7 @@ class RangeSums:
             (own, crcs, cut), failed = read_document(SWEPT, other)
             self._whole[np.frombuffer(own, "<i8")] = np.frombuffer(crcs, "<i8")
             for number, *block in np.frombuffer(cut, "<i8").reshape(-1, 4).tolist():
-                self._sums[number].note(*block)
+                self._sums[number].add_crc(*block)
             for number, (kind, message) in failed.items():
                 self.errors.setdefault(number, ERRORS.get(kind, StoreError)(message))
 
@@ -212,7 +214,7 @@ def find_whole_storages(requests: Sequence[Request]) -> dict[Storage, str]:
             if storage.crc32 is None or storage in found or not storage.nbytes:
                 continue
             fills_storage = chunk.box.count * tensor.dtype.bits == storage.nbytes * 8
-            if fills_storage and chunk.extent(tensor.dtype) == (0, storage.nbytes):
+            if fills_storage and chunk.byte_range(tensor.dtype) == (0, storage.nbytes):
                 found[storage] = tensor.name
     return found
 
@@ -222,7 +224,7 @@ class StorageChecks:
 
     def __init__(self, storages: dict[Storage, str]) -> None:
         self._storages = storages
-        self._sums = {storage: Sums() for storage in storages}
+        self._sums = {storage: BlockCrcs() for storage in storages}
 
     def wants(self, storage: Storage) -> bool:
         return storage in self._sums
@@ -235,7 +237,7 @@ class StorageChecks:
     def damaged(self) -> Iterable[tuple[Storage, str, int]]:
         """The storages whose blocks are all here and do not sum to the record: with the tensor and what was found."""
         for storage, sums in self._sums.items():
-            if sums.covers(storage.nbytes) and (found := sums.crc32()) != storage.crc32:
+            if sums.is_complete(storage.nbytes) and (found := sums.crc32()) != storage.crc32:
                 yield storage, self._storages[storage], found
 
     def finish(self) -> None:

@@ -22,11 +22,11 @@ from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.options import validate_arguments
 from holdfast.core.protocols import Request
-from holdfast.core.quantities import shown
+from holdfast.core.quantities import describe_value
 from holdfast.core.sharing import View, identity
 from holdfast.core.table import BytesLike, RowKind, StorageMoved, Storages, Table, read_tensors
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.text import plural
+from holdfast.core.text import pluralize
 from holdfast.core.value import Value, replace
 from holdfast.engine.blocks import contiguous_bytes
 from holdfast.engine.saves import Data, Memory
@@ -343,7 +343,9 @@ def dequantize(tensor: LazyTensor) -> LazyTensor:
     One that is not quantised comes back as it is. Slice the result: of the blocks themselves, only a whole tensor can be decoded.
     """
     if not isinstance(tensor, LazyTensor):
-        raise BadArgumentType(f"dequantize takes a lazy tensor, not {shown(tensor)}", found=tensor)
+        raise BadArgumentType(
+            f"dequantize takes a lazy tensor, not {describe_value(tensor)}", found=tensor
+        )
     return Dequantized().tensor(tensor)
 
 
@@ -438,7 +440,7 @@ def undecoded_notes(tensors: Iterable[LazyTensor]) -> list[str]:
             names.setdefault(tensor.traits.blocks, []).append(tensor.name)
     notes: list[str] = []
     for blocks, members in names.items():
-        count = plural(len(members), "tensor")
+        count = pluralize(len(members), "tensor")
         notes.append(f"no numbers of {count} in blocks of {blocks}, which cannot be decoded here")
     return notes
 

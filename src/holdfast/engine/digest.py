@@ -16,8 +16,8 @@ from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from holdfast.core.chunk import Chunk, c_strides, in_c_order
-from holdfast.core.crc import Sums
+from holdfast.core.chunk import Chunk, c_strides, is_c_ordered
+from holdfast.core.crc import BlockCrcs
 from holdfast.core.protocols import Store
 from holdfast.core.sharing import View, identity
 from holdfast.core.table import Table
@@ -36,7 +36,7 @@ from holdfast.engine.threads import DEFAULT_THREADS, run_reads
 from holdfast.errors import error_context
 
 if TYPE_CHECKING:
-    from holdfast.core.content_hash import Hashed  # it imports a library, for those who save
+    from holdfast.core.content_hash import HashAndHead  # it imports a library, for those who save
 
 BLOCK_NBYTES = (
     8 << 20
@@ -61,17 +61,17 @@ def find_recorded_crc(tensor: LazyTensor) -> int | None:
 def _recorded_pieces(tensor: LazyTensor) -> int | None:
     if tensor.traits.conj or tensor.traits.neg:
         return None
-    sums, nbytes = Sums(), 0
+    sums, nbytes = BlockCrcs(), 0
     for chunk in tensor.chunks:
         if chunk.box.count == 0:
             continue
         crc, start = chunk.storage.crc32, _run_start(chunk, tensor)
         if crc is None or start is None:
             return None
-        sums.note(start, chunk.storage.nbytes, crc)
+        sums.add_crc(start, chunk.storage.nbytes, crc)
         nbytes += chunk.storage.nbytes
     # A piece that is there twice takes one place, and shows in the length.
-    return sums.crc32() if nbytes == tensor.nbytes and sums.covers(nbytes) else None
+    return sums.crc32() if nbytes == tensor.nbytes and sums.is_complete(nbytes) else None
 
 
 def _run_start(chunk: Chunk, tensor: LazyTensor) -> int | None:
@@ -81,7 +81,7 @@ def _run_start(chunk: Chunk, tensor: LazyTensor) -> int | None:
         return None
     if chunk.offset != 0 or chunk.box.count * dtype.bits != storage.nbytes * 8:
         return None
-    if not in_c_order(chunk.shape, chunk.strides, dtype.bits):
+    if not is_c_ordered(chunk.shape, chunk.strides, dtype.bits):
         return None
     # One run: single rows, then part of one dimension, then whole dimensions.
     cut = next((d for d, n in enumerate(chunk.shape) if n > 1), tensor.ndim)
@@ -103,7 +103,7 @@ def compute_crcs(
     firsts: dict[View, int] = {}
     alias_of: dict[int, int] = {}
     swept: dict[Store, tuple[list[int], list[SweptRange]]] = {}
-    parts: dict[int, Sums] = {}
+    parts: dict[int, BlockCrcs] = {}
     work: list[Callable[[], None]] = []
     for i, tensor in enumerate(tensors):
         if known[i] is not None:
@@ -122,7 +122,7 @@ def compute_crcs(
             numbers.append(i)
             ranges.append(SweptRange(place[0], place[1], tensor.nbytes))
         else:
-            parts[i] = Sums()
+            parts[i] = BlockCrcs()
             work += [
                 _block_task(piece, tensor.name, parts[i], progress)
                 for piece in contiguous_blocks(tensor, BLOCK_NBYTES)
@@ -143,7 +143,7 @@ def compute_crcs(
 
 
 def _block_task(
-    piece: ContiguousBlock, name: str, sums: Sums, progress: Progress | None
+    piece: ContiguousBlock, name: str, sums: BlockCrcs, progress: Progress | None
 ) -> Callable[[], None]:
     def run() -> None:
         with error_context(tensor=name):
@@ -164,7 +164,7 @@ TOGETHER = 64
 
 def find_unchanged(
     tensors: Mapping[str, LazyTensor],
-    recorded: Mapping[str, Hashed],
+    recorded: Mapping[str, HashAndHead],
     *,
     threads: int | None = None,
     block: int | None = None,
@@ -188,7 +188,7 @@ def find_unchanged_rows(
     table: Table, recorded: Mapping[int, int], *, threads: int | None = None
 ) -> set[int]:
     """The plain rows of a table, none longer than a head, that have the hash that is recorded for them."""
-    from holdfast.core.content_hash import hash_short
+    from holdfast.core.content_hash import hash_small_pieces
 
     found: set[int] = set()
     rows = [*recorded]
@@ -197,7 +197,7 @@ def find_unchanged_rows(
         found.update(
             [
                 row
-                for row, now in zip(some, hash_short(table.read_bytes(some)), strict=True)
+                for row, now in zip(some, hash_small_pieces(table.read_bytes(some)), strict=True)
                 if now == recorded[row]
             ]
         )
@@ -209,7 +209,7 @@ def find_unchanged_rows(
 
 def compute_hashes(
     tensors: Mapping[str, LazyTensor], *, threads: int | None = None, block: int | None = None
-) -> dict[str, Hashed]:
+) -> dict[str, HashAndHead]:
     """The hash of each tensor. Every byte is read once; memory beyond the tensors is a few blocks a thread."""
     pieces = (
         (name, piece)
@@ -241,11 +241,11 @@ def _hashed(
     threads: int | None,
     *,
     whole: bool,
-) -> dict[str, Hashed]:
+) -> dict[str, HashAndHead]:
     """What `pieces` of tensors, each under the name of its tensor, say of each: its hash, or its head alone."""
-    from holdfast.core.content_hash import ContentHash
+    from holdfast.core.content_hash import ContentHasher
 
-    contents = {name: ContentHash(tensor.nbytes, whole=whole) for name, tensor in tensors.items()}
+    contents = {name: ContentHasher(tensor.nbytes, whole=whole) for name, tensor in tensors.items()}
 
     def add(some: Sequence[tuple[str, ContiguousBlock]]) -> None:
         for name, piece in some:
@@ -266,4 +266,4 @@ def _hashed(
         threads or DEFAULT_THREADS,
         stores=[tensor.source.store for tensor in tensors.values()],
     )
-    return {name: content.done() for name, content in contents.items()}
+    return {name: content.result() for name, content in contents.items()}

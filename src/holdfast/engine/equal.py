@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from holdfast.core.arrays import Bools, Ints
-from holdfast.core.digest import canonical
+from holdfast.core.digest import canonicalize
 from holdfast.core.protocols import Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
@@ -48,7 +48,7 @@ def compare_bytes(
     False also means that the elements must be compared: strides, pieces, byte orders. Progress
     counts pairs that are the same. A caller that reads the others again counts those.
     """
-    same = [canonical(a.dtype, a.shape) == canonical(b.dtype, b.shape) for a, b in pairs]
+    same = [canonicalize(a.dtype, a.shape) == canonicalize(b.dtype, b.shape) for a, b in pairs]
     by_stores: dict[tuple[Store, Store], tuple[list[int], Places, Places]] = {}
     for number, (a, b) in enumerate(pairs):
         if not same[number] or not a.size:

@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 
 from holdfast.core.arrays import Ints
-from holdfast.core.crc import Sums, crc32, have_crcs
+from holdfast.core.crc import BlockCrcs, crc32, has_crcs
 from holdfast.core.protocols import Store
 from holdfast.core.runtime import address_of, memory_at
 from holdfast.core.table import Column
@@ -171,7 +171,7 @@ class _FileReads:
         self._crcs = crcs[owners]
         self._recorded = crcs
         self._is_whole = parts.ends - parts.begins == ranges.nbytes[owners]
-        self._sums: dict[int, Sums] = {}
+        self._sums: dict[int, BlockCrcs] = {}
 
     def run(self, first: int, last: int, block: int) -> None:
         """Do joined reads [first, last), one after the other.
@@ -221,7 +221,7 @@ class _FileReads:
         if has_crc.any():
             # Whole ranges by one call; only where one is damaged each of them, to say which.
             is_summed = has_crc & self._is_whole[span]
-            are_good = have_crcs(
+            are_good = has_crcs(
                 data,
                 (begins[is_summed] - origin).tolist(),
                 (ends[is_summed] - origin).tolist(),
@@ -263,7 +263,7 @@ class _FileReads:
         if data.nbytes == nbytes:
             self._compare(owner, crc32(data))
         else:
-            self._sums.setdefault(owner, Sums()).add(start - first, data)
+            self._sums.setdefault(owner, BlockCrcs()).add(start - first, data)
 
     def finish(self) -> None:
         """Compare the checksums of ranges that came in parts."""

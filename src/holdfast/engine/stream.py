@@ -16,7 +16,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from holdfast.core.content_hash import ContentHash
+from holdfast.core.content_hash import ContentHasher
 from holdfast.core.crc import crc32
 from holdfast.core.value import Value
 from holdfast.engine.blocks import ContiguousBlock, block_size, contiguous_blocks, read_block
@@ -271,7 +271,7 @@ class _Joining:
 
 class _Hashing(Struct):
     target: Writer
-    hashed: ContentHash
+    hashed: ContentHasher
     at: int = 0
 
     def write(self, data: bytes | memoryview, /) -> None:
@@ -285,8 +285,8 @@ def _write_hashed(target: Writer, segment: Data, blocks: Iterator[memoryview]) -
     label = segment.label
     if not segment.hashing:
         return {label: _write_data(target, segment, blocks)}
-    through = _Hashing(target, ContentHash(segment.nbytes, whole=segment.hashing == "hash"))
-    crc, found = _write_data(through, segment, blocks), through.hashed.done()
+    through = _Hashing(target, ContentHasher(segment.nbytes, whole=segment.hashing == "hash"))
+    crc, found = _write_data(through, segment, blocks), through.hashed.result()
     return {label: crc, label + HASH_KEY: found.hash or 0, label + HEAD_KEY: found.head or 0}
 
 

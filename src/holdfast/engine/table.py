@@ -321,12 +321,12 @@ def _gathered(
         known = dict(zip(labels, crc32_each(pieces), strict=True))
         if hashing:
             from holdfast.core.content_hash import (
-                hash_short,
+                hash_small_pieces,
             )  # for those who save: it imports a library
 
             # No row here is longer than a head (`SMALL_NBYTES`): it has a hash, and no head.
             known.update(
-                zip([label + HASH_KEY for label in labels], hash_short(pieces), strict=True)
+                zip([label + HASH_KEY for label in labels], hash_small_pieces(pieces), strict=True)
             )
             known.update(dict.fromkeys([label + HEAD_KEY for label in labels], 0))
         return b"".join(pieces), known

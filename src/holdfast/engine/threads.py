@@ -22,8 +22,8 @@ from typing import Generic, Self, TypeVar
 import numpy as np
 
 from holdfast.core.protocols import Store
-from holdfast.core.quantities import Size, byte_count
-from holdfast.core.runtime import renewed, start
+from holdfast.core.quantities import Size, parse_nbytes
+from holdfast.core.runtime import make_fork_safe, start_thread
 from holdfast.core.value import Value
 from holdfast.errors import LimitExceeded
 
@@ -94,7 +94,7 @@ def _turns() -> tuple[AbstractContextManager[bool], ...]:
     # instead of giving it back: arrays between two calls would be fresh pages each time, which cost as much as all that is
     # computed. (glibc's thresholds grow with what is freed; other libraries have other rules.)
     np.empty(KEPT_NBYTES, np.uint8)
-    return tuple(renewed(threading.RLock()) for _ in range(min(CORES, AT_ONCE)))
+    return tuple(make_fork_safe(threading.RLock()) for _ in range(min(CORES, AT_ONCE)))
 
 
 class _Own(threading.local):
@@ -133,7 +133,7 @@ class ThreadPool:
     def run(self, helpers: int) -> None:
         try:
             for _ in range(helpers):
-                if self._over or start(self._help, name="holdfast") is None:
+                if self._over or start_thread(self._help, name="holdfast") is None:
                     break
             self._work()
         finally:
@@ -198,7 +198,7 @@ class BackgroundCall(Generic[T]):
         self._name = name
 
     def __enter__(self) -> Self:
-        start(self._run, name=self._name)
+        start_thread(self._run, name=self._name)
         return self
 
     def result(self) -> T:
@@ -288,7 +288,7 @@ def budget(
     target may be remote as well. `processes` share the machine. Raises `LimitExceeded` where not even that fits, and says what
     would. Threads that the caller asked for are never taken away."""
     room, workers = (
-        byte_count(max_memory) - BASE_NBYTES,
+        parse_nbytes(max_memory) - BASE_NBYTES,
         threads or max(default_threads(processes), requests),
     )
     least, most = (
@@ -306,7 +306,7 @@ def budget(
         message = f"max_memory is too small: {users} {least:,} bytes; pass at least that"
         if workers > 1:
             message += ", or fewer threads"
-        raise LimitExceeded(message, expected=least, found=byte_count(max_memory))
+        raise LimitExceeded(message, expected=least, found=parse_nbytes(max_memory))
     return Budget(workers, block, BASE_NBYTES + workers * COPIES * block)
 
 

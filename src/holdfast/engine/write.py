@@ -24,8 +24,8 @@ import numpy as np
 from msgspec import Struct, field
 
 from holdfast.core.arrays import byte_row
-from holdfast.core.content_hash import ContentHash, Hashed, hash_bytes, head_bytes
-from holdfast.core.crc import Sums, crc32
+from holdfast.core.content_hash import ContentHasher, HashAndHead, hash_bytes, hash_head
+from holdfast.core.crc import BlockCrcs, crc32
 from holdfast.core.protocols import Request, Store, group_by_source
 from holdfast.engine.blocks import (
     block_size,
@@ -103,13 +103,13 @@ class Receipt(Struct):
 
 
 class FileSums(Struct):
-    sums: dict[str, Sums]
+    sums: dict[str, BlockCrcs]
     """Of each tensor, by its label."""
     made: set[int] = field(default_factory=set)
     """Offsets of the late segments that are written already."""
-    hashes: dict[str, ContentHash] = field(default_factory=dict)
+    hashes: dict[str, ContentHasher] = field(default_factory=dict)
     """Of each tensor that is hashed and comes in several blocks, by its label."""
-    hashed: dict[str, Hashed] = field(default_factory=dict)
+    hashed: dict[str, HashAndHead] = field(default_factory=dict)
     gathered: dict[str, int] = field(default_factory=dict)
     """What segments with many tensors in them said of those, by their labels."""
     blocks: list[Block] = field(default_factory=list)
@@ -119,7 +119,7 @@ class FileSums(Struct):
         """Of a file of which nothing is written yet."""
         return cls(
             {
-                segment.label: Sums()
+                segment.label: BlockCrcs()
                 for segment in plan.segments
                 if isinstance(segment, Data | Memory)
             }
@@ -131,7 +131,7 @@ class FileSums(Struct):
         if isinstance(segment, Data) and segment.hashing:
             if start == 0 and len(data) == segment.nbytes:
                 self.hashed[label] = (
-                    hash_bytes(data) if segment.hashing == "hash" else head_bytes(data)
+                    hash_bytes(data) if segment.hashing == "hash" else hash_head(data)
                 )
             else:
                 self.hashes[label].add(start, data)
@@ -168,7 +168,7 @@ def write_range(
     large = [
         s for s in plan.segments if isinstance(s, Data) and s.hashing and s.nbytes > GATHER_NBYTES
     ]
-    written.hashes = {s.label: ContentHash(s.nbytes, whole=s.hashing == "hash") for s in large}
+    written.hashes = {s.label: ContentHasher(s.nbytes, whole=s.hashing == "hash") for s in large}
     stores = _stores(plan)
     remote = max((store.read_profile.request_count for store in stores), default=0)
     gathered = sum(segment.nbytes for segment in plan.segments if isinstance(segment, Gathered))
@@ -199,7 +199,7 @@ def finish_file(
             if isinstance(segment, Data) and segment.hashing:
                 label = segment.label
                 receipt.crcs |= _hash_fields(
-                    label, written.hashed.get(label) or written.hashes[label].done()
+                    label, written.hashed.get(label) or written.hashes[label].result()
                 )
     known = {**crcs, **receipt.crcs} if crcs and receipt.crcs else crcs or receipt.crcs
     for begin, content, late in _joined_late(plan, plan.offsets(), known, written.made):
@@ -242,7 +242,7 @@ class RankSums(Struct):
         written.gathered = dict(crcs)
         for segment in plan.segments:
             if isinstance(segment, Data | Memory):
-                written.sums[segment.label].note(
+                written.sums[segment.label].add_crc(
                     0, segment.nbytes, written.gathered.pop(segment.label)
                 )
         return cls.from_file_sums(plan, written)
@@ -256,7 +256,7 @@ class RankSums(Struct):
     def add_to(self, plan: FilePlan, written: FileSums) -> None:
         segments = plan.segments
         for number, *block in np.frombuffer(self.blocks, "<i8").reshape(-1, 4).tolist():
-            written.sums[_labelled(segments[number]).label].note(*block)
+            written.sums[_labelled(segments[number]).label].add_crc(*block)
         for number, crcs in self.gathered.items():
             one = segments[number]
             assert isinstance(one, Gathered)  # the ranks have the same plan
@@ -305,7 +305,7 @@ def _stores(plan: FilePlan) -> list[Store]:
     ]
 
 
-def _hash_fields(label: str, hashed: Hashed) -> dict[str, int]:
+def _hash_fields(label: str, hashed: HashAndHead) -> dict[str, int]:
     return {label + HASH_KEY: hashed.hash or 0, label + HEAD_KEY: hashed.head or 0}
 
 
@@ -509,7 +509,7 @@ def _pieces(
                 if isinstance(segment, Data) and segment.hashing:
                     here |= _hash_fields(
                         segment.label,
-                        hash_bytes(data) if segment.hashing == "hash" else head_bytes(data),
+                        hash_bytes(data) if segment.hashing == "hash" else hash_head(data),
                     )
             pieces.append(data)
     return pieces

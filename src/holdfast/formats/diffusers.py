@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from holdfast.core.chunk import Storage
 from holdfast.core.protocols import Description, Foreign, ReadProfile, Source, Stamp, Store
-from holdfast.core.strict_json import kind, parse
+from holdfast.core.strict_json import describe_json, parse
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
 from holdfast.engine.files import ViewTable
@@ -105,7 +105,9 @@ def _read_model_index(source: Source) -> dict[str, object]:
         )
     document = parse(source.bytes(MODEL_INDEX, 0, size), source.limits, file=MODEL_INDEX)
     if not isinstance(document, dict):
-        raise HeaderError(f"at $: expected an object, found {kind(document)}", file=MODEL_INDEX)
+        raise HeaderError(
+            f"at $: expected an object, found {describe_json(document)}", file=MODEL_INDEX
+        )
     return document
 
 
@@ -139,7 +141,7 @@ def _move(tensor: LazyTensor, name: str, source: Source, *, folder: str) -> Lazy
     def moved(storage: Storage) -> Storage:
         return replace(storage, key=f"{folder}/{storage.key}", home=source.store)
 
-    chunks = tuple(chunk.over(moved(chunk.storage)) for chunk in tensor.chunks)
+    chunks = tuple(chunk.with_storage(moved(chunk.storage)) for chunk in tensor.chunks)
     return LazyTensor(name, tensor.dtype, tensor.shape, chunks, source, tensor.traits)
 
 

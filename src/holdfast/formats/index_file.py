@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from holdfast.core.keys import is_plain_path
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source
-from holdfast.core.strict_json import kind, parse, pointer, quoted
+from holdfast.core.strict_json import describe_json, format_pointer, parse, quote
 from holdfast.core.value import Value
 from holdfast.errors import (
     HeaderError,
@@ -123,13 +123,14 @@ def read_index(source: Source, key: str) -> Index:
         raise LimitExceeded(message, file=key, expected=source.limits.index_nbytes, found=size)
     document = parse(source.bytes(key, 0, size), source.limits, file=key)
     if not isinstance(document, dict):
-        raise HeaderError(f"at $: expected an object, found {kind(document)}", file=key)
+        raise HeaderError(f"at $: expected an object, found {describe_json(document)}", file=key)
     if WEIGHT_MAP not in document:
         raise HeaderError(f"at $: the field {WEIGHT_MAP} is missing", file=key)
     weight_map = document[WEIGHT_MAP]
     if not isinstance(weight_map, dict):
         raise HeaderError(
-            f"at {pointer(WEIGHT_MAP)}: expected an object, found {kind(weight_map)}", file=key
+            f"at {format_pointer(WEIGHT_MAP)}: expected an object, found {describe_json(weight_map)}",
+            file=key,
         )
     present = set(source.store.list())
     plain: set[str] = set()
@@ -139,18 +140,20 @@ def read_index(source: Source, key: str) -> Index:
     more = metadata.get(FILES, [])
     if not isinstance(more, list):
         raise HeaderError(
-            f"at {pointer('metadata', FILES)}: expected a list, found {kind(more)}", file=key
+            f"at {format_pointer('metadata', FILES)}: expected a list, found {describe_json(more)}",
+            file=key,
         )
     for name, file in (*weight_map.items(), *((FILES, file) for file in more)):
         if not isinstance(file, str):
             raise HeaderError(
-                f"at {pointer(WEIGHT_MAP, name)}: expected text, found {kind(file)}",
+                f"at {format_pointer(WEIGHT_MAP, name)}: expected text, found {describe_json(file)}",
                 file=key,
                 tensor=name,
             )
         if file not in plain:
             if not is_plain_path(file):
-                message = f"at {pointer(WEIGHT_MAP, name)}: {quoted(file)} is not the plain name of a file inside the directory"
+                place = format_pointer(WEIGHT_MAP, name)
+                message = f"at {place}: {quote(file)} is not the plain name of a file inside the directory"
                 raise UnsafePath(message, file=key, tensor=name, found=file)
             plain.add(file)
             if file not in present:
@@ -176,7 +179,7 @@ def check_mapped(
     """Raise `MetadataError` where a file lacks a tensor of the index. `holding` has the tensors of each file."""
     for name, key in weight_map.items():
         if name not in holding[key]:
-            message = f"at {pointer(WEIGHT_MAP, name)}: {quoted(key)} has no such tensor"
+            message = f"at {format_pointer(WEIGHT_MAP, name)}: {quote(key)} has no such tensor"
             raise MetadataError(message, file=index, tensor=name, found=key)
 
 
@@ -187,7 +190,7 @@ def other_copies(keys: Iterable[str], used: Collection[str] = ()) -> list[str]:
 
 
 def some(names: Sequence[str]) -> str:
-    shown = ", ".join(map(quoted, names[:SHOWN]))
+    shown = ", ".join(map(quote, names[:SHOWN]))
     return f"{shown} and {len(names) - SHOWN:,} more" if len(names) > SHOWN else shown
 
 

@@ -16,11 +16,11 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from msgspec import field
 
-from holdfast.core.chunk import in_c_order
+from holdfast.core.chunk import is_c_ordered
 from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import Source
 from holdfast.core.sharing import are_distinct, shared_rows
-from holdfast.core.strict_json import kind, pointer, quoted
+from holdfast.core.strict_json import describe_json, format_pointer, quote
 from holdfast.core.table import IRREGULAR, RowKind, Table
 from holdfast.core.tensor import PLAIN, AliasView, LazyTensor
 from holdfast.core.value import Value, replace
@@ -94,7 +94,7 @@ def share(table: Table) -> Shared:
 def _has_view(kind: RowKind) -> bool:
     if kind.is_whole or len(kind.strides) < len(kind.shape):
         return kind.traits.alias is not None
-    return kind.traits.alias is not None or not in_c_order(
+    return kind.traits.alias is not None or not is_c_ordered(
         kind.shape, kind.strides, kind.dtype.bits
     )
 
@@ -167,7 +167,7 @@ def _group(nbytes: int, members: Sequence[tuple[str, RowKind, int]]) -> ViewGrou
         kind = kinds[0]
         large = math.prod(kind.shape) < 2 or nbytes > LARGEST_STORAGE_RATIO * kind.nbytes
         return (
-            None if large or in_c_order(kind.shape, strides, kind.dtype.bits) else (nbytes, views)
+            None if large or is_c_ordered(kind.shape, strides, kind.dtype.bits) else (nbytes, views)
         )
     each = {*kinds}
     if len({one.dtype for one in each}) > 1 and any(one.byteorder != "little" for one in each):
@@ -223,11 +223,13 @@ def parse_recorded(document: Mapping[str, object]) -> Recorded:
     for name, dtype in dtypes.items():
         if dtype != PAIRS:
             raise HeaderError(
-                f"at {pointer('dtypes', name)}: only {PAIRS} is noted here, found {kind(dtype)}"
+                f"at {format_pointer('dtypes', name)}: only {PAIRS} is noted here, found {describe_json(dtype)}"
             )
     groups = document.get("views", [])
     if not isinstance(groups, list):
-        raise HeaderError(f"at {pointer('views')}: expected a list, found {kind(groups)}")
+        raise HeaderError(
+            f"at {format_pointer('views')}: expected a list, found {describe_json(groups)}"
+        )
     views: dict[str, AliasView] = {}
     for number, group in enumerate(groups):
         match group:
@@ -237,16 +239,16 @@ def parse_recorded(document: Mapping[str, object]) -> Recorded:
                 pass
             case _:
                 raise HeaderError(
-                    f"at {pointer('views', number)}: expected nbytes and names, found {kind(group)}"
+                    f"at {format_pointer('views', number)}: expected nbytes and names, found {describe_json(group)}"
                 )
         for name, view in names.items():
-            at = pointer("views", number, "names", name)
+            at = format_pointer("views", number, "names", name)
             match view:
                 case [int(offset), list(strides)] if _place(offset) and all(map(_place, strides)):
                     pass
                 case _:
                     raise HeaderError(
-                        f"at {at}: expected an offset and strides, found {kind(view)}"
+                        f"at {at}: expected an offset and strides, found {describe_json(view)}"
                     )
             if name in views:
                 raise HeaderError(f"at {at}: a tensor that is a view of another storage already")
@@ -256,11 +258,13 @@ def parse_recorded(document: Mapping[str, object]) -> Recorded:
 
 def _texts(value: object, name: str) -> dict[str, str]:
     if not isinstance(value, dict):
-        raise HeaderError(f"at {pointer(name)}: expected an object, found {kind(value)}")
+        raise HeaderError(
+            f"at {format_pointer(name)}: expected an object, found {describe_json(value)}"
+        )
     if {*map(type, value.values())} <= {str}:
         return value
     key, text = next((key, text) for key, text in value.items() if not isinstance(text, str))
-    raise HeaderError(f"at {pointer(name, key)}: expected text, found {kind(text)}")
+    raise HeaderError(f"at {format_pointer(name, key)}: expected text, found {describe_json(text)}")
 
 
 def _place(value: object) -> bool:
@@ -306,17 +310,19 @@ def restore(stored: Table, recorded: Recorded, source: Source) -> tuple[Table, o
     for other, first in recorded.aliases.items():
         if first not in rows:
             raise HeaderError(
-                f"at {pointer('aliases', other)}: there is no tensor {quoted(first)}", tensor=other
+                f"at {format_pointer('aliases', other)}: there is no tensor {quote(first)}",
+                tensor=other,
             )
         if other in rows:
             raise HeaderError(
-                f"at {pointer('aliases', other)}: a tensor that has bytes of its own", tensor=other
+                f"at {format_pointer('aliases', other)}: a tensor that has bytes of its own",
+                tensor=other,
             )
     for name in (*recorded.views, *recorded.pairs):
         if name not in rows:
             field = "views" if name in recorded.views else "dtypes"
             raise HeaderError(
-                f"at {pointer(field)}: there is no tensor {quoted(name)}", tensor=name
+                f"at {format_pointer(field)}: there is no tensor {quote(name)}", tensor=name
             )
     for name, view in recorded.views.items():
         _check_view(_as_pairs(stored[name]) if name in recorded.pairs else stored[name], view)
@@ -327,7 +333,7 @@ def restore(stored: Table, recorded: Recorded, source: Source) -> tuple[Table, o
     for name in tensors:
         if name not in found:
             raise HeaderError(
-                f"at {pointer('tree')}: the tensor {quoted(name)} is missing", tensor=name
+                f"at {format_pointer('tree')}: the tensor {quote(name)} is missing", tensor=name
             )
     return ViewTable(found), tree
 
@@ -341,7 +347,7 @@ def _check_view(tensor: LazyTensor, view: AliasView) -> None:
     whole = tensor.dtype.packed or not any(place % 8 for place in (view.offset, *view.strides))
     if not fits or not whole or last > view.nbytes * 8:
         message = (
-            f"at {pointer('views', view.group, 'names', tensor.name)}: no view of {list(tensor.shape)} {tensor.dtype} "
+            f"at {format_pointer('views', view.group, 'names', tensor.name)}: no view of {list(tensor.shape)} {tensor.dtype} "
             f"in {view.nbytes:,} bytes"
         )
         raise MetadataError(message, tensor=tensor.name, expected=view.nbytes * 8, found=last)

@@ -27,7 +27,7 @@ from holdfast.core.arrays import shape_columns
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import State
 from holdfast.core.sharing import tied
-from holdfast.core.strict_json import NO_UNICODE, is_unicode
+from holdfast.core.strict_json import INVALID_UNICODE, is_unicode
 from holdfast.core.table import Table
 from holdfast.core.tensor import Traits
 from holdfast.core.tree import nested, walk
@@ -326,7 +326,7 @@ def common_problems(table: Table, paths: Iterable[str]) -> list[str]:
     names = [*table.names, *paths]
     if not is_unicode("".join(names)):
         problems += [
-            f"{name}: {NO_UNICODE}" for name in dict.fromkeys(names) if not is_unicode(name)
+            f"{name}: {INVALID_UNICODE}" for name in dict.fromkeys(names) if not is_unicode(name)
         ]
     return problems
 

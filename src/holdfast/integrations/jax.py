@@ -29,7 +29,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import AnyValue, Opaque
 from holdfast.core.options import validate_arguments
 from holdfast.core.patterns import make_matcher
-from holdfast.core.quantities import shown
+from holdfast.core.quantities import describe_value
 from holdfast.core.sharing import check_expansion, identity, tied
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, module_contents, step
@@ -314,7 +314,9 @@ def _where(value: object, at: str) -> Where:
     if value is None or isinstance(value, Sharding | jax.Device):
         return value
     taken = "a jax.sharding.Sharding (as NamedSharding(mesh, spec)) or a device"
-    raise BadArgumentType(f"shardings= takes {taken} {at}, not {shown(value)}", found=value)
+    raise BadArgumentType(
+        f"shardings= takes {taken} {at}, not {describe_value(value)}", found=value
+    )
 
 
 def _default_device() -> jax.Device:

@@ -32,7 +32,7 @@ try:
 except ImportError:  # the older packages, each by itself
     from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
 
-from holdfast.core.runtime import at_fork, start
+from holdfast.core.runtime import at_fork, start_thread
 from holdfast.core.tree import Way, children, rebuild, remade
 from holdfast.stores.files import make_parents
 from holdfast.stores.paths import local_path
@@ -134,7 +134,9 @@ class Queue:
             if len(self._tasks) > 1:
                 return
             thread = (
-                None if after_success else start(self._run, name="holdfast-lightning", daemon=False)
+                None
+                if after_success
+                else start_thread(self._run, name="holdfast-lightning", daemon=False)
             )
             self._thread = thread or self._thread
         if thread is None:

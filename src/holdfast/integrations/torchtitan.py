@@ -37,7 +37,7 @@ from torchtitan.components.checkpointer.base import (
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
-from holdfast.core.runtime import start
+from holdfast.core.runtime import start_thread
 from holdfast.engine.commit.temporaries import temporary_name
 from holdfast.errors import BadArgument, DoesNotFit, HoldfastError, NotCommitted
 from holdfast.formats import rank_formats, titles
@@ -289,7 +289,9 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan i
             # By one rename: what is left of a step is never taken for one. Where it cannot be removed, the next save tries again.
             with suppress(OSError):
                 os.rename(self._path(step), gone)
-                start(partial(shutil.rmtree, gone, ignore_errors=True), name="holdfast-purge")
+                start_thread(
+                    partial(shutil.rmtree, gone, ignore_errors=True), name="holdfast-purge"
+                )
 
 
 def _rank() -> int:

@@ -27,8 +27,8 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.core.arrays import Bools, inner
-from holdfast.core.digest import canonical
+from holdfast.core.arrays import Bools, inner_product
+from holdfast.core.digest import canonicalize
 from holdfast.core.dtype import DType
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
@@ -240,7 +240,7 @@ class Tally(Value, frozen=True):
 
 def element_dtype(tensor: LazyTensor) -> DType:
     """Return the dtype of the numbers in a tensor. In float4_e2m1fn_x2 that is float4_e2m1fn."""
-    return canonical(tensor.dtype, tensor.shape)[0]
+    return canonicalize(tensor.dtype, tensor.shape)[0]
 
 
 def view_as_numbers(tensor: LazyTensor, array: np.ndarray) -> np.ndarray:
@@ -304,8 +304,8 @@ class FiniteTally:
         """Compare a step. If a number is not finite, count nothing and return False."""
         numbers_a = _to_float64(a)
         numbers_b = _to_float64(b)
-        squares_a = inner(numbers_a, numbers_a)
-        squares_b = inner(numbers_b, numbers_b)
+        squares_a = inner_product(numbers_a, numbers_a)
+        squares_b = inner_product(numbers_b, numbers_b)
         # The sum of squares is finite if and only if all numbers are, because they are narrow.
         if not (math.isfinite(squares_a) and math.isfinite(squares_b)):
             return False
@@ -320,10 +320,10 @@ class FiniteTally:
             return True
 
         self._changed += changed
-        self._dot += inner(numbers_a, numbers_b)
+        self._dot += inner_product(numbers_a, numbers_b)
         # From here on, arrays are reused: allocating them would take longer than the arithmetic.
         distances = numbers_a - numbers_b
-        self._squared_distance += inner(distances, distances)
+        self._squared_distance += inner_product(distances, distances)
         np.abs(distances, out=distances)
         self._max_abs = max(self._max_abs, float(distances.max()))
         np.abs(numbers_a, out=numbers_a)
@@ -455,7 +455,7 @@ def _scale(array: np.ndarray) -> tuple[np.ndarray, int]:
 
 def _sum_squares(array: np.ndarray) -> Fraction:
     numbers, exponent = _scale(array)
-    return Fraction(inner(numbers, numbers)) * Fraction(2) ** (2 * exponent)
+    return Fraction(inner_product(numbers, numbers)) * Fraction(2) ** (2 * exponent)
 
 
 def _sum_products(a: np.ndarray, b: np.ndarray) -> Fraction:
@@ -465,7 +465,7 @@ def _sum_products(a: np.ndarray, b: np.ndarray) -> Fraction:
         b = b.astype(np.complex128)
     numbers_a, exponent_a = _scale(a)
     numbers_b, exponent_b = _scale(b)
-    return Fraction(inner(numbers_a, numbers_b)) * Fraction(2) ** (exponent_a + exponent_b)
+    return Fraction(inner_product(numbers_a, numbers_b)) * Fraction(2) ** (exponent_a + exponent_b)
 
 
 # Integers are compared exactly, as a sign and a magnitude in uint64. In numpy the difference of two

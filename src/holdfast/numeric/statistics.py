@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct, field
 
-from holdfast.core.arrays import AnyDType, Bools, Ints, inner
+from holdfast.core.arrays import AnyDType, Bools, Ints, inner_product
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 
@@ -128,9 +128,9 @@ class Moments(Value, frozen=True):
         with np.errstate(over="ignore", invalid="ignore"):
             mean = float(numbers.mean())
             zeros = numbers.size - int(np.count_nonzero(numbers != 0))
-            squares = inner(numbers, numbers)
+            squares = inner_product(numbers, numbers)
             numbers -= mean
-            deviations = inner(numbers, numbers)
+            deviations = inner_product(numbers, numbers)
         return cls(numbers.size, low, high, mean, deviations, squares, zeros=zeros)
 
     @classmethod
@@ -428,7 +428,7 @@ class HigherMoments(Value, frozen=True):
         """Compute the sums from the distances of numbers from their mean."""
         with np.errstate(over="ignore", invalid="ignore"):
             squares = distances * distances
-            return cls(inner(squares, distances), inner(squares, squares))
+            return cls(inner_product(squares, distances), inner_product(squares, squares))
 
     def merge(self, other: HigherMoments, a: Moments, b: Moments) -> HigherMoments:
         """Return the sums for the numbers of both (Pébay, "Formulas for robust, one-pass parallel

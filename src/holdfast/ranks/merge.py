@@ -22,7 +22,7 @@ from msgspec import Struct, field
 
 from holdfast.core.arrays import Ints
 from holdfast.core.documents import message_type, read_document
-from holdfast.core.group import say_ranks
+from holdfast.core.group import format_ranks
 from holdfast.core.tree import values_inside
 from holdfast.core.value import Value
 from holdfast.formats.tree_json.encode import flat_tree
@@ -88,7 +88,7 @@ def _dispute(name: str, holders: dict[Catalogue, list[int]]) -> str:
         if name in catalogue.positions:
             i = catalogue.positions[name]
             said.setdefault(f"{catalogue.dtypes[i]} {catalogue.shapes[i]}", []).extend(ranks)
-    different = ", but ".join(f"{what} on {say_ranks(ranks)}" for what, ranks in said.items())
+    different = ", but ".join(f"{what} on {format_ranks(ranks)}" for what, ranks in said.items())
     return f"{name!r} is {different}; pass per_rank=[{name!r}] where each rank has its own"
 
 
@@ -143,7 +143,7 @@ def agreed_aliases(
     for i, (name, base) in enumerate(pairs):
         if no[i]:
             where = (
-                f"on {say_ranks(yes[i])} but not on {say_ranks(no[i])}"
+                f"on {format_ranks(yes[i])} but not on {format_ranks(no[i])}"
                 if yes[i]
                 else "nowhere in the same boxes"
             )
@@ -188,15 +188,15 @@ def share_values(
     for name, versions in shared.items():
         ranks = sorted(rank for holders in versions.values() for rank in holders)
         if len(versions) > 1:
-            said = ", ".join(say_ranks(holders) for holders in versions.values())
+            said = ", ".join(format_ranks(holders) for holders in versions.values())
             hint = f"pass values='first' to take the first, or per_rank=[{name!r}]"
             problems.append(f"the value {name!r} differs between {said}; {hint}")
         writes[ranks[0]].append(name)
     for name in [name for name in shared if name in merged.catalogue.positions]:
-        tensor = say_ranks(
+        tensor = format_ranks(
             rank for rank, state in enumerate(states) if name in state.catalogue.positions
         )
-        value = say_ranks(rank for rank, state in enumerate(states) if name in state.values)
+        value = format_ranks(rank for rank, state in enumerate(states) if name in state.values)
         problems.append(f"{name!r} is a tensor on {tensor}, but a value on {value}")
     return [tuple(names) for names in writes], problems
 
@@ -219,7 +219,7 @@ class MergedTrees(Struct):
     def problems(self) -> list[str]:
         """A sentence for each path at which ranks differ."""
         return [
-            f"{at or 'the state'}: {say_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} another value than the first rank; "
+            f"{at or 'the state'}: {format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} another value than the first rank; "
             f"pass values='first' to take that, or per_rank=[{at!r}] to keep one for each rank"
             for at, ranks in self.differ.items()
         ]
@@ -362,6 +362,6 @@ def differing(sums_of_ranks: Sequence[bytes]) -> dict[str, list[list[int]]]:
 def say_different(name: str, versions: Sequence[Sequence[int]]) -> str:
     """A sentence that one tensor differs between ranks."""
     return (
-        f"{name!r}: its elements differ between {', '.join(map(say_ranks, versions))}; pass per_rank=[{name!r}] to keep one for "
+        f"{name!r}: its elements differ between {', '.join(map(format_ranks, versions))}; pass per_rank=[{name!r}] to keep one for "
         "each rank, or check_replicas=False to store one of them"
     )

@@ -45,7 +45,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.core.arrays import Ints
-from holdfast.core.group import deal
+from holdfast.core.group import assign_evenly
 from holdfast.core.value import Value
 from holdfast.ranks.merge import Merged, agreed_aliases, hold, merge, share_values
 from holdfast.ranks.state import BITS, Catalogue, RankState
@@ -144,7 +144,7 @@ class _Written:
         self.problems: list[tuple[int, str]] = []
         self.loads = np.zeros(ranks, np.int64)
         self.writers: list[Int32s] = []
-        """Of each batch, for each different box the lowest rank that has it; after `deal`, the rank that writes it."""
+        """Of each batch, for each different box the lowest rank that has it; after `assign_evenly`, the rank that writes it."""
         self.boxes: list[Int32s] = []
         """The number of the box on that rank."""
         self.shared: dict[int, _Shared] = {}
@@ -312,7 +312,7 @@ def deal_classes(classes: Sequence[tuple[Ints, Ints]], loads: Ints) -> list[Ints
     picks: list[Ints] = [np.zeros(0, np.int64)] * len(classes)
     for i in order:
         holders, nbytes = classes[i]
-        picks[i] = deal(nbytes, loads[holders])
+        picks[i] = assign_evenly(nbytes, loads[holders])
         loads[holders] += _sums(picks[i], nbytes, len(holders))
     if not _cross([classes[i][0] for i in order], len(loads)):
         return picks
@@ -321,7 +321,7 @@ def deal_classes(classes: Sequence[tuple[Ints, Ints]], loads: Ints) -> list[Ints
         for i in order:
             holders, nbytes = classes[i]
             after[holders] -= _sums(again[i], nbytes, len(holders))
-            again[i] = deal(nbytes, after[holders])
+            again[i] = assign_evenly(nbytes, after[holders])
             after[holders] += _sums(again[i], nbytes, len(holders))
         if after.max() >= loads.max():
             break

@@ -39,8 +39,8 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.core.arrays import Bools, Ints
-from holdfast.core.group import say_ranks
-from holdfast.core.tiling import covers
+from holdfast.core.group import format_ranks
+from holdfast.core.tiling import is_shape_tiled
 from holdfast.core.value import Value
 from holdfast.ranks.merge import RankBoxes
 from holdfast.ranks.state import BITS, Catalogue
@@ -184,7 +184,7 @@ class _About(Value, frozen=True):
         different = order[heads[:-1]]
         twice = (same & (ranks[1:] == ranks[:-1])).nonzero()[0]
         for i in _first_of_each(boxes.tensors[order[twice]], order[twice]):
-            where = f"{self._name(boxes, i)}: {say_ranks([int(boxes.ranks[i])])} has {self._box(boxes, i)} twice"
+            where = f"{self._name(boxes, i)}: {format_ranks([int(boxes.ranks[i])])} has {self._box(boxes, i)} twice"
             problems.append((int(boxes.tensors[i]), where))
         tensors, (offsets, sizes) = boxes.tensors[different], boxes.geometry(different)
         for defect in defects(self.extents, tensors, starts=offsets, sizes=sizes):
@@ -278,10 +278,12 @@ class _About(Value, frozen=True):
         )
         holders = np.unique(boxes.ranks[boxes.tensors == defect.tensor]).tolist()
         if defect.point is None:
-            return f"{name!r}: the boxes of {say_ranks(holders)} do not cover {shape} exactly once"
+            return (
+                f"{name!r}: the boxes of {format_ranks(holders)} do not cover {shape} exactly once"
+            )
         point = defect.point[: len(shape)]
         if defect.boxes is None:
-            who = f"of {say_ranks(holders)} none" if holders else "no rank"
+            who = f"of {format_ranks(holders)} none" if holders else "no rank"
             return f"{name!r}: {who} covers {point} of {shape}"
         (a, one), (b, other) = sorted(
             (int(boxes.ranks[i]), self._box(boxes, i))
@@ -465,7 +467,7 @@ def _corners(bases: Ints, sides: list[tuple[Ints, Ints]]) -> tuple[list[Ints], l
 def _slowly(extents: Ints, boxes: _Different, *, begin: int, stop: int) -> Iterator[Defect]:
     tensor = int(boxes.tensors[begin])
     starts, sizes = boxes.starts[:, begin:stop].T.tolist(), boxes.sizes[:, begin:stop].T.tolist()
-    if not covers(
+    if not is_shape_tiled(
         tuple(extents[:, tensor].tolist()),
         list(zip(map(tuple, starts), map(tuple, sizes), strict=True)),
     ):

@@ -34,7 +34,7 @@ from msgspec import Struct
 
 from holdfast.core.keys import check_key
 from holdfast.core.protocols import Store
-from holdfast.core.runtime import renewed
+from holdfast.core.runtime import make_fork_safe
 from holdfast.errors import (
     Closed,
     HoldfastError,
@@ -324,7 +324,7 @@ class LocalStore(Store):
             instead_of: The path that the directory replaces after an interrupted save (`Folder`).
         """
         self.name = local_path(path)
-        self._lock = renewed(threading.Lock())
+        self._lock = make_fork_safe(threading.Lock())
         self._handles: dict[str, FileHandle] = {}
         self._is_closed = False
         self._max_files = max_files
@@ -647,7 +647,9 @@ class DescriptorStore(Store):
         if not platform.HAS_PREAD:
             status = os.fstat(descriptor)
             identity = status.st_dev, status.st_ino
-            self._position_lock = _position_locks.setdefault(identity, renewed(threading.Lock()))
+            self._position_lock = _position_locks.setdefault(
+                identity, make_fork_safe(threading.Lock())
+            )
 
     def list(self) -> Sequence[str]:
         return [self.KEY]

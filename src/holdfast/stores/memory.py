@@ -11,7 +11,7 @@ from typing import BinaryIO
 import numpy as np
 
 from holdfast.core.protocols import ReadProfile, Store
-from holdfast.core.runtime import renewed
+from holdfast.core.runtime import make_fork_safe
 from holdfast.errors import Closed, HoldfastError, StoreError, Truncated, Unsupported
 
 LARGE_COPY_NBYTES = 64 << 10
@@ -110,7 +110,7 @@ class FileObjectStore(Store):
     def __init__(self, file: BinaryIO) -> None:
         self.name = "<file object>"
         self._file = file
-        self._lock = renewed(threading.Lock())
+        self._lock = make_fork_safe(threading.Lock())
         self._is_closed = False
         self._reader_count = 0
         self._caller_position = 0

@@ -24,7 +24,7 @@ import re
 from pathlib import PurePath
 from typing import TYPE_CHECKING, TypeGuard
 
-from holdfast.core.quantities import shown
+from holdfast.core.quantities import describe_value
 from holdfast.errors import BadArgumentType, BadPath, NotAPath
 from holdfast.stores.platform import HAS_DRIVES
 
@@ -160,7 +160,7 @@ def describe_place(path: object) -> str:
     try:
         return place_of(path)
     except BadPath:
-        return os.fspath(path) if isinstance(path, str | PurePath) else shown(path)
+        return os.fspath(path) if isinstance(path, str | PurePath) else describe_value(path)
 
 
 def disambiguate_path(path: str) -> str:

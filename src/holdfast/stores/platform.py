@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from types import ModuleType
 
-from holdfast.core.runtime import renewed
+from holdfast.core.runtime import make_fork_safe
 
 UNSUPPORTED_ERRNOS = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
 """Errors of a kernel or file system that lacks a call or one of its flags (NFS, overlayfs: EINVAL)."""
@@ -191,7 +191,7 @@ def _get_position_lock(descriptor: int) -> threading.Lock:
     lock = _position_locks.get(descriptor)
     if lock is None:
         # Another thread may do the same at this moment. `setdefault` gives both the same lock.
-        lock = _position_locks.setdefault(descriptor, renewed(threading.Lock()))
+        lock = _position_locks.setdefault(descriptor, make_fork_safe(threading.Lock()))
     return lock
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 
 from holdfast.core.protocols import Stamp, Store
-from holdfast.core.runtime import renewed
+from holdfast.core.runtime import make_fork_safe
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.errors import Closed, StoreError, Truncated, Unsupported
@@ -184,7 +184,7 @@ class ContentCache:
         self._most_nbytes = most_nbytes
         self._content: OrderedDict[Hashable, np.ndarray] = OrderedDict()
         self._nbytes = 0
-        self.lock = renewed(threading.RLock())
+        self.lock = make_fork_safe(threading.RLock())
         """A caller holds this lock to compute content that no other thread computes meanwhile."""
 
     @property

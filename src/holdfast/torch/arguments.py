@@ -6,7 +6,7 @@ import torch
 
 from holdfast.core.arguments import dtype as any_dtype
 from holdfast.core.dtype import DType
-from holdfast.core.quantities import shown
+from holdfast.core.quantities import describe_value
 from holdfast.errors import BadArgument, BadArgumentType
 from holdfast.torch import versions
 
@@ -15,7 +15,7 @@ def device(value: object, name: str) -> torch.device:
     """A device of this machine, from a torch.device, its name or its number."""
     if not isinstance(value, torch.device | str | int) or isinstance(value, bool):
         raise BadArgumentType(
-            f"{name} takes a torch.device or its name ('cpu', 'cuda:0'), not {shown(value)}",
+            f"{name} takes a torch.device or its name ('cpu', 'cuda:0'), not {describe_value(value)}",
             found=value,
         )
     try:
@@ -23,7 +23,8 @@ def device(value: object, name: str) -> torch.device:
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else "torch knows no such device"
         raise BadArgument(
-            f"{name} takes a torch.device or its name, not {shown(value)}: {reason}", found=value
+            f"{name} takes a torch.device or its name, not {describe_value(value)}: {reason}",
+            found=value,
         ) from None
     # A build with CUDA makes the device where there is no driver, and fails when it is used.
     if found.type == "cuda" and (found.index or 0) >= (
@@ -41,6 +42,6 @@ def dtype(value: object, name: str) -> torch.dtype:
     given = value if isinstance(value, torch.dtype) else any_dtype(value, name)
     found: object = versions.dtype(given.torch or "") if isinstance(given, DType) else given
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        message = f"{name} is what floating-point tensors shall be: a floating-point torch.dtype, not {shown(value)}"
+        message = f"{name} is what floating-point tensors shall be: a floating-point torch.dtype, not {describe_value(value)}"
         raise BadArgumentType(message, found=value)
     return found

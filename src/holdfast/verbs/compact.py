@@ -110,7 +110,7 @@ def _without_gaps(state: State) -> State:
 
 
 def _in_group(chunk: Chunk, tensor: LazyTensor, found: Sequence[SpanGroup[None]]) -> Chunk:
-    start, stop = chunk.extent(tensor.dtype)
+    start, stop = chunk.byte_range(tensor.dtype)
     # A packed storage is kept whole: torch pads its rows. One group is what every writer makes of it by itself.
     if len(found) < 2 or start == stop or tensor.dtype.packed:
         return chunk

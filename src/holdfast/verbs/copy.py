@@ -21,13 +21,13 @@ import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.keys import sibling_key
+from holdfast.core.keys import parse_sibling_key
 from holdfast.core.limits import Limits
 from holdfast.core.options import CopyOptions, pick_fields, validate_arguments
 from holdfast.core.protocols import Source, Store
 from holdfast.core.table import IRREGULAR, RowKind, StoredFile, Table
 from holdfast.core.tensor import NO_CRC
-from holdfast.core.text import nbytes
+from holdfast.core.text import format_nbytes
 from holdfast.core.value import replace
 from holdfast.engine.files import UINT8, FileStorages
 from holdfast.engine.saves import FilePlan, LinkedFile, Literal, SavePlan
@@ -115,7 +115,9 @@ def _unchecked(whole: int, checked: int, *, by_store: bool) -> Iterator[str]:
     """A note where tensors are copied without being compared with a checksum."""
     if checked < whole:
         compared = (
-            f"{nbytes(checked)} of {nbytes(whole)} of tensors were" if checked else "nothing was"
+            f"{format_nbytes(checked)} of {format_nbytes(whole)} of tensors were"
+            if checked
+            else "nothing was"
         )
         recorded = "no other checksums are recorded" if checked else "no checksums are recorded"
         why = "the store copies by itself" if by_store else recorded
@@ -150,7 +152,7 @@ def _lay_out(
         if last == MANIFEST
         else ()
     )
-    shared = {file.name: at for file in listed if (at := sibling_key(file.name))}
+    shared = {file.name: at for file in listed if (at := parse_sibling_key(file.name))}
     for name in (*names, *shared):
         folder, key = shared.get(name, ("", name if store.is_folder else ""))
         if name != last and url is not None and shares and store.size(name) <= COPIED_NBYTES:

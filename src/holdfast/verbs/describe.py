@@ -75,7 +75,7 @@ def _describe(checkpoint: Checkpoint, stored_nbytes: int, tree: object) -> Metad
         paths[name] = (name,)
         for i, chunk in enumerate(tensor.chunks):
             index = MetadataIndex(name, chunk.box.start, i)
-            first, last = chunk.extent(tensor.dtype)
+            first, last = chunk.byte_range(tensor.dtype)
             # An empty chunk may begin where another does: then it is the other that is found there.
             if last > first or index not in places:
                 places.pop(index, None)

@@ -34,18 +34,18 @@ import numpy as np
 from holdfast.core.arguments import one_of, pairs
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.digest import Digest, canonical
-from holdfast.core.group import ALONE, AnyGroup, Ranks, acting, share_out
+from holdfast.core.digest import Digest, canonicalize
+from holdfast.core.group import ALONE, AnyGroup, Ranks, divide_work, joined_ranks
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.options import validate_arguments
-from holdfast.core.order import in_order
+from holdfast.core.order import sort_naturally
 from holdfast.core.patterns import Renames
 from holdfast.core.protocols import Store
 from holdfast.core.quantities import Size
 from holdfast.core.table import Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
-from holdfast.core.text import plural
+from holdfast.core.text import pluralize
 from holdfast.core.value import Value, replace
 from holdfast.engine.checksums import Progress
 from holdfast.engine.coalesce import Ranges
@@ -111,7 +111,7 @@ def compare_tensors(
                 tensor.check_expansion()
         first = pairs[number][0]
         # The elements of a paired dtype count as two.
-        is_paired = canonical(first.dtype, first.shape)[0] is not first.dtype
+        is_paired = canonicalize(first.dtype, first.shape)[0] is not first.dtype
         count = first.size * (2 if is_paired else 1)
         work += [
             partial(compare, number, start, stop, count) for start, stop in cut_elements(count)
@@ -194,7 +194,7 @@ def comparable(tensor: LazyTensor) -> tuple[str, tuple[int, ...]]:
     blocks = tensor.traits.blocks
     if blocks is not None:
         return blocks, number_shape(tensor.shape, blocks)
-    dtype, shape = canonical(tensor.dtype, tensor.shape)
+    dtype, shape = canonicalize(tensor.dtype, tensor.shape)
     return dtype.name, shape
 
 
@@ -344,17 +344,17 @@ class Diff(Shown):
         """The changed tensors in which NaN or infinities appeared: what to look at first. Most of them first."""
         sick = [change for change in self.changed if change.appeared]
         return tuple(
-            sorted(in_order(sick, attrgetter("name")), key=lambda change: -change.appeared)
+            sorted(sort_naturally(sick, attrgetter("name")), key=lambda change: -change.appeared)
         )
 
     @property
     def nonfinite_summary(self) -> str:
         """In how many tensors NaN or infinities appeared, and where the first is; empty if there are none."""
-        sick = in_order(self.nonfinite, attrgetter("name"))
+        sick = sort_naturally(self.nonfinite, attrgetter("name"))
         if not sick:
             return ""
         first = described_place(sick[0].name, sick[0].first_appeared)
-        return f"NaN or Inf appeared in {plural(len(sick), 'tensor')}, first {first}"
+        return f"NaN or Inf appeared in {pluralize(len(sick), 'tensor')}, first {first}"
 
     def _headline(self) -> Iterator[tuple[str, str]]:
         yield from Shown._headline(self)
@@ -366,7 +366,7 @@ class Diff(Shown):
         "name": as people count, layer 2 before layer 10; or as the "file" has them."""
         if one_of(*ORDERS)(by, "by=") == "file":
             return self.changed
-        named = in_order(self.changed, attrgetter("name"))
+        named = sort_naturally(self.changed, attrgetter("name"))
         return tuple(
             named
             if by == "name"
@@ -375,7 +375,7 @@ class Diff(Shown):
 
     def _arranged(self, field: str, value: object) -> object:
         if field == "renamed":
-            return tuple(in_order(self.renamed, attrgetter("a")))
+            return tuple(sort_naturally(self.renamed, attrgetter("a")))
         return self.ranked() if field == "changed" else Shown._arranged(self, field, value)
 
 
@@ -411,14 +411,14 @@ def diff(
     with the number of bytes that were read since its last call, from any thread.
     """
     with (
-        acting(group, "compare") as ranks,
-        ranks.counting(progress) as counted,
+        joined_ranks(group, "compare") as ranks,
+        ranks.joint_progress(progress) as counted,
         ExitStack() as stack,
     ):
         sides = ((a, map), (b, None))
         checkpoints = open_alike(ranks, stack, sides, limits=limits)
         chosen = chosen_sides(checkpoints, rename=rename, filter=filter, tensors_only=tensors_only)
-        threads = reading_threads(max_memory, threads, ranks.neighbours())
+        threads = reading_threads(max_memory, threads, ranks.count_local_ranks())
         return Comparison(
             *chosen, find_renamed=find_renamed, exact=exact, threads=threads, ranks=ranks
         ).run(counted)
@@ -554,7 +554,7 @@ class Comparison:
             ).tolist()
             return is_different
 
-        found = share_out(self._ranks, contiguous.a.nbytes, look, bool)
+        found = divide_work(self._ranks, contiguous.a.nbytes, look, bool)
         return [
             contiguous.names[number]
             for number, other in zip(contiguous.numbers.tolist(), found, strict=True)
@@ -569,7 +569,7 @@ class Comparison:
             decoded = [self._numbers(pair) for pair in own]
             return compare_tensors(decoded, own, progress, threads=self._threads)
 
-        return share_out(self._ranks, [*map(nbytes_of, pairs)], look, ContentDifference)
+        return divide_work(self._ranks, [*map(nbytes_of, pairs)], look, ContentDifference)
 
     def _numbers(self, pair: Pair) -> Pair:
         """What a pair stands for; itself if it is in no blocks, or in blocks that cannot be decoded."""
@@ -644,8 +644,10 @@ class Comparison:
                 own, recorded=not self._exact, threads=self._threads, progress=progress
             )
 
-        crcs = share_out(self._ranks, [tensor.nbytes for tensor in both], sums, int)
-        digests = [Digest.of(t.dtype, t.shape, crc) for t, crc in zip(both, crcs, strict=True)]
+        crcs = divide_work(self._ranks, [tensor.nbytes for tensor in both], sums, int)
+        digests = [
+            Digest.from_crc32(t.dtype, t.shape, crc) for t, crc in zip(both, crcs, strict=True)
+        ]
         before = {t.name: d for t, d in zip(old, digests[: len(old)], strict=True)}
         after = {t.name: d for t, d in zip(new, digests[len(old) :], strict=True)}
         renames = match_names(before, after)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from holdfast.core.order import in_order
-from holdfast.core.text import clip, escape, plural
+from holdfast.core.order import sort_naturally
+from holdfast.core.text import clip, escape, pluralize
 
 Index = tuple[int, ...]
 
@@ -48,20 +48,20 @@ def describe_nonfinite(tensors: Iterable[NonfiniteCounts], share_text: str = "")
     Tensors are counted in the order in which they are listed, layer 2 before layer 10. `share_text`
     says what was read, if that is not everything.
     """
-    ordered = in_order(tensors, lambda tensor: tensor.name)
+    ordered = sort_naturally(tensors, lambda tensor: tensor.name)
     parts: list[str] = []
 
     with_nan = [tensor for tensor in ordered if tensor.nans]
     if with_nan:
         first = described_place(with_nan[0].name, with_nan[0].first_nan)
-        parts.append(f"NaN in {plural(len(with_nan), 'tensor')}, first {first}")
+        parts.append(f"NaN in {pluralize(len(with_nan), 'tensor')}, first {first}")
 
     with_infinity = [tensor for tensor in ordered if tensor.infinities]
     if with_infinity:
         first = described_place(with_infinity[0].name, with_infinity[0].first_infinity)
-        parts.append(f"Inf in {plural(len(with_infinity), 'tensor')}, first {first}")
+        parts.append(f"Inf in {pluralize(len(with_infinity), 'tensor')}, first {first}")
 
-    text = "; ".join(parts) or f"no NaN or Inf in {plural(len(ordered), 'tensor')}"
+    text = "; ".join(parts) or f"no NaN or Inf in {pluralize(len(ordered), 'tensor')}"
     return f"{text} ({share_text})" if share_text else text
 
 

@@ -21,7 +21,7 @@ from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.options import validate_arguments
 from holdfast.core.placement_rules import PlacementRule
 from holdfast.core.protocols import Source, Store
-from holdfast.core.quantities import shown
+from holdfast.core.quantities import describe_value
 from holdfast.core.registry import find_hook
 from holdfast.core.runtime import gc_paused
 from holdfast.core.table import read_tensors
@@ -253,7 +253,8 @@ def store_of(path: Openable, limits: Limits, *, store: object | None = None) -> 
         check_binary(path, "rb")
         return FileObjectStore(path)
     raise BadArgumentType(
-        f"a checkpoint is a path, bytes or a seekable binary file, not {shown(path)}", found=path
+        f"a checkpoint is a path, bytes or a seekable binary file, not {describe_value(path)}",
+        found=path,
     )
 
 
@@ -273,7 +274,8 @@ def read(tensors: Iterable[LazyTensor]) -> list[np.ndarray]:
         if not isinstance(one, LazyTensor):
             more = " (of a checkpoint: its values())" if isinstance(tensors, Mapping) else ""
             raise BadArgumentType(
-                f"read takes a list of lazy tensors, and {shown(one)} is none{more}", found=one
+                f"read takes a list of lazy tensors, and {describe_value(one)} is none{more}",
+                found=one,
             )
     return read_tensors(wanted)
 

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar, cast
 
-from holdfast.core.group import AnyGroup, Ranks, acting, share_out
+from holdfast.core.group import AnyGroup, Ranks, divide_work, joined_ranks
 from holdfast.core.keys import check_key
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown, card, table
@@ -312,7 +312,7 @@ def scan(
     Raises `StoreError` for a list that cannot be read, and `BadArgument` for an entry that makes no sense.
     """
     allowed = Allowlist.read(allow)
-    with acting(group, "scan") as ranks:
+    with joined_ranks(group, "scan") as ranks:
         found = _Looked(limits or Limits(), ranks, code=code)
         parts: list[Reports] = []
         for path in paths:
@@ -422,7 +422,7 @@ class _Looked:
 
         kind = cast("type[FileReport | None]", FileReport | None)
         names = repr([os.path.basename(path) for path, _ in wanted])
-        reports = share_out(
+        reports = divide_work(
             self._ranks, nbytes, look, kind, common=names.encode("utf-8", "surrogatepass")
         )
         self._todo.update(zip(wanted, reports, strict=True))

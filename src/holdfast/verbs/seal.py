@@ -15,7 +15,7 @@ from typing import Unpack
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.options import SealOptions, validate_arguments
-from holdfast.core.quantities import seconds
+from holdfast.core.quantities import parse_seconds
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.errors import HoldfastError, NoSuchPath, NotCommitted
 from holdfast.stores.files import system_files
@@ -114,7 +114,7 @@ def seal(src: AnyPath, **options: Unpack[SealOptions]) -> Sealed:
         same = old is not None and old.step == report.step
         saved = old.saved if old is not None and same else max(time.time(), 0.0)
         counted = (
-            seconds(options["ran"])
+            parse_seconds(options["ran"])
             if options["ran"] is not None
             else old.ran
             if old is not None and same

@@ -14,11 +14,11 @@ from typing import Generic, TypeVar
 
 from holdfast.core.arrays import Ints
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.group import ALONE, AnyGroup, Ranks, acting, share_out
+from holdfast.core.group import ALONE, AnyGroup, Ranks, divide_work, joined_ranks
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.options import validate_arguments
-from holdfast.core.order import in_order
+from holdfast.core.order import sort_naturally
 from holdfast.core.patterns import make_matcher
 from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
@@ -90,7 +90,7 @@ class StatsReport(TensorReport[TensorStats]):
     @property
     def nonfinite(self) -> tuple[TensorStats, ...]:
         """The tensors with NaN or infinities, in the order in which people count."""
-        return tuple(in_order((row for row in self if is_nonfinite(row)), attrgetter("name")))
+        return tuple(sort_naturally((row for row in self if is_nonfinite(row)), attrgetter("name")))
 
     @property
     def nonfinite_summary(self) -> str:
@@ -111,7 +111,7 @@ def is_nonfinite(row: TensorStats) -> bool:
 
 def listed(rows: Iterable[TensorStats]) -> list[TensorStats]:
     """Return the rows as they are shown: tensors with NaN or infinities first, because lists are cut."""
-    ordered = in_order(rows, attrgetter("name"))
+    ordered = sort_naturally(rows, attrgetter("name"))
     return sorted(ordered, key=is_nonfinite, reverse=True)
 
 
@@ -132,8 +132,8 @@ def stats(
     Complex numbers count by their absolute values. Tensors without data, and elements that are no numbers, are left out. Of the
     ranks of a `group` each reads some of the tensors, and all get all numbers. Raises `NoSuchTensor` where no name matches.
     """
-    with acting(group, "measure tensors") as ranks, ranks.counting(progress) as counted:
-        workers = reading_threads(max_memory, threads, ranks.neighbours())
+    with joined_ranks(group, "measure tensors") as ranks, ranks.joint_progress(progress) as counted:
+        workers = reading_threads(max_memory, threads, ranks.count_local_ranks())
         with opened(src, threads=1, limits=limits) as source:
             compare_opened(ranks, source)
             tensors = chosen(source, pattern)
@@ -192,7 +192,7 @@ def measure(
             for number, one in zip(numbers, found, strict=True)
         ]
 
-    return tuple(share_out(ranks, [tensor.nbytes for tensor in wanted], rows, TensorStats))
+    return tuple(divide_work(ranks, [tensor.nbytes for tensor in wanted], rows, TensorStats))
 
 
 def reading_nbytes(tensors: Iterable[LazyTensor], *, bins: int) -> int:

@@ -27,7 +27,7 @@ from msgspec import field
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
-from holdfast.core.order import in_order
+from holdfast.core.order import sort_naturally
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import (
@@ -132,7 +132,7 @@ def looks_like_a_step(name: str, *, folder: bool) -> bool:
 def find_step_folders(keys: Sequence[str]) -> list[str]:
     """Return the folders among the keys of a store that are called like steps of training, in the order of their steps."""
     folders = {key.partition("/")[0] for key in keys if "/" in key}
-    return in_order(name for name in folders if looks_like_a_step(name, folder=True))
+    return sort_naturally(name for name in folders if looks_like_a_step(name, folder=True))
 
 
 def torn(path: str, names: Sequence[str], limits: Limits) -> list[tuple[str, str]]:

@@ -24,7 +24,7 @@ import numpy as np
 
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.group import ALONE, AnyGroup, Ranks, acting, compare_marks
+from holdfast.core.group import ALONE, AnyGroup, Ranks, compare_marks, joined_ranks
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.options import validate_arguments
@@ -181,8 +181,8 @@ def verify(
     and all get one report. With a `map`, first its proof: `DoesNotFit` where the checkpoint is not of its layout, as a whole.
     `progress` is called with the number of bytes that were read since its last call, from any thread.
     """
-    with acting(group, "verify") as ranks, ranks.counting(progress) as counted:
-        workers = reading_threads(max_memory, threads, ranks.neighbours())
+    with joined_ranks(group, "verify") as ranks, ranks.joint_progress(progress) as counted:
+        workers = reading_threads(max_memory, threads, ranks.count_local_ranks())
         if map is not None:
             with opened(src, limits=limits) as checkpoint:
                 found: Map | None = find_hook("find_map")(map, checkpoint, is_check=True)

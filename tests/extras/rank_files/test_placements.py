@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.box import Box
-from holdfast.core.tiling import tiles
+from holdfast.core.tiling import is_tiled_by
 from holdfast.extras.rank_files.placements import Cut, local_boxes
 
 
@@ -64,4 +64,4 @@ def test_boxes_are_what_cutting_gives(case):
             whole for whole, _ in boxes
         ]
     # Ranks that differ in no cut have the same; all others together have everything once.
-    assert tiles(Box.whole(shape), [box for boxes in mine.values() for box in boxes])
+    assert is_tiled_by(Box.whole(shape), [box for boxes in mine.values() for box in boxes])

@@ -79,7 +79,7 @@ def test_those_that_can_start_do_all_of_it(monkeypatch, allowed):
             refused = left[0] < 0
         return None if refused else before(run, **more)
 
-    monkeypatch.setattr(pipeline, "start", start)
+    monkeypatch.setattr(pipeline, "start_thread", start)
     copies = Copies()
     run_pipeline(range(50), [[] for _ in range(4)], threads=8, read=copies.read, put=copies.put)
     assert sorted(copies.done) == list(range(50))

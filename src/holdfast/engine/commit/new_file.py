@@ -11,7 +11,7 @@ import errno
 import threading
 from contextlib import suppress
 
-from holdfast.core.runtime import renewed, start
+from holdfast.core.runtime import make_fork_safe, start_thread
 from holdfast.engine.commit.target import not_committed, refusal
 from holdfast.engine.commit.temporaries import wait_for_room
 from holdfast.errors import NotCommitted
@@ -27,7 +27,7 @@ STRETCH_NBYTES = (
 class Writeback:
     def __init__(self, files: Files, descriptor: int) -> None:
         self._files, self._descriptor = files, descriptor
-        self._turn = threading.Condition(renewed(threading.Lock()))
+        self._turn = threading.Condition(make_fork_safe(threading.Lock()))
         self._written: dict[
             int, int
         ] = {}  # Bytes of each stretch, by its number, as far as they are written.
@@ -52,7 +52,7 @@ class Writeback:
             if not self._complete:
                 return
             if self._thread is None:
-                self._thread = start(self._tell, name="holdfast-writeback", daemon=True)
+                self._thread = start_thread(self._tell, name="holdfast-writeback", daemon=True)
                 # Where no thread can start nobody tells the disk, and the fsync does it all.
                 self._over = self._thread is None
             self._turn.notify()

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from holdfast.core.runtime import at_fork, renewed, start
+from holdfast.core.runtime import at_fork, make_fork_safe, start_thread
 from holdfast.stores.files import FileEntry, Files, is_temporary, split_path, system_files
 from holdfast.stores.paths import AnyPath, local_path
 
@@ -374,7 +374,7 @@ def _close_in_background(files: Files, descriptors: list[int]) -> None:
                 files.close(descriptors.pop())
 
     with _lock:
-        thread = start(close, name="holdfast-free", daemon=True)
+        thread = start_thread(close, name="holdfast-free", daemon=True)
         if thread is not None:
             _freeing[:] = [other for other in _freeing if other.is_alive()]
             _freeing.append(thread)
@@ -382,7 +382,7 @@ def _close_in_background(files: Files, descriptors: list[int]) -> None:
         close()
 
 
-_lock = renewed(threading.Lock())
+_lock = make_fork_safe(threading.Lock())
 _freeing: list[threading.Thread] = []
 
 

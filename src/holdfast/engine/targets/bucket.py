@@ -21,7 +21,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from types import TracebackType
 
-from holdfast.core.keys import sibling_key
+from holdfast.core.keys import parse_sibling_key
 from holdfast.core.protocols import Store
 from holdfast.core.value import Value
 from holdfast.engine.commit.temporaries import temporary_name
@@ -63,7 +63,10 @@ class ReplacedObjects(Value, frozen=True):
             parent, own = save.url.parent, save.url.key.rpartition("/")[2]
             release(
                 parent,
-                [parent.below("/".join(sibling_key(name) or (own, name))).key for name in rest],
+                [
+                    parent.below("/".join(parse_sibling_key(name) or (own, name))).key
+                    for name in rest
+                ],
                 self.named,
             )
 
@@ -275,7 +278,7 @@ class PrefixTarget(JoinedPrefix):
         self._replaced.remove(self._save, keep={file.key for file in (*self._late, final)})
 
     def _home(self, key: str) -> tuple[str, str]:
-        return sibling_key(key) or (self.url.key.rpartition("/")[2], key)
+        return parse_sibling_key(key) or (self.url.key.rpartition("/")[2], key)
 
     def written(self) -> Store:
         store, bucket, parent = Virtual(self.url), bucket_of(self.url), self.url.parent

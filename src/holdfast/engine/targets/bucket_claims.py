@@ -1,6 +1,6 @@
 """Claims: objects that several checkpoints name are not deleted by one process while another is about to name them.
 
-Checkpoints in a bucket name objects of their siblings (`core.keys.sibling_key`). An object goes when no published manifest
+Checkpoints in a bucket name objects of their siblings (`core.keys.parse_sibling_key`). An object goes when no published manifest
 names it. But a save may be about to publish one that does, and no put has a condition on two objects. So whoever names and whoever
 deletes each say first what they are about to do, in a small object, and then look whether the other has said so:
 

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from holdfast.core.documents import message_type, read_document, write_document
-from holdfast.core.group import Ranks, check_same, deal
+from holdfast.core.group import Ranks, assign_evenly, check_same_checkpoint
 from holdfast.core.value import Value, replace
 from holdfast.engine.saves import Data, FilePlan, Gathered, SavePlan
 from holdfast.engine.targets.joint_save import JointSave
@@ -67,9 +67,9 @@ def _assign_whole_files(
     loads = np.zeros(rank_count, np.int64)
     loads[-1] = sum(files[index].nbytes for index in kept)
 
-    # `deal` gives the most to its first holder. The first rank has the index to write as well, so
+    # `assign_evenly` gives the most to its first holder. The first rank has the index to write as well, so
     # the ranks are numbered from the end.
-    holders = rank_count - 1 - deal(free_nbytes, loads)
+    holders = rank_count - 1 - assign_evenly(free_nbytes, loads)
     rank_of_file = dict.fromkeys(kept, 0)
     rank_of_file.update(zip(free_indices, holders.tolist(), strict=True))
 
@@ -218,7 +218,7 @@ class PlanSave(JointSave):
 
     def divide_work(self, proposals: list[bytes]) -> list[bytes]:
         """Take over files of the base, and make the files that several ranks write."""
-        check_same(proposals)
+        check_same_checkpoint(proposals)
         target = self.target = self._open()
         self._link(target)
         rank_count = self.ranks.size
@@ -242,17 +242,17 @@ class PlanSave(JointSave):
             index, file = part.file_index, self._plan.files[part.file_index]
             if part.stop - part.start == file.nbytes:
                 crcs = target.begin(file)(self._saving)
-                if not ranks.first:
+                if not ranks.is_first:
                     receipt.whole[index] = RankSums.from_crcs(file, crcs)
                 continue
 
             written = target.fill_part(file, (part.start, part.stop), self._saving)
-            if ranks.first:
+            if ranks.is_first:
                 self._written[index] = written
             else:
                 receipt.parts[index] = RankSums.from_file_sums(file, written)
 
-        if ranks.first:
+        if ranks.is_first:
             return b""
         receipt.findings = self._findings.take()
         self._saving.last()

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 
-from holdfast.core.order import in_order
+from holdfast.core.order import sort_naturally
 from holdfast.core.table import Table
-from holdfast.core.text import listed
-from holdfast.core.tiling import covers
+from holdfast.core.text import list_names
+from holdfast.core.tiling import is_shape_tiled
 from holdfast.core.value import Value
 from holdfast.errors import BadMap, DoesNotFit
 from holdfast.extras.maps.family import Array, Family
@@ -316,7 +316,7 @@ class Bound:
                 sizes.append(stop - start)
             if all(sizes):
                 boxes.append((tuple(starts), tuple(sizes)))
-        if not is_inside or not covers(tuple(map(len, whole.values())), boxes):
+        if not is_inside or not is_shape_tiled(tuple(map(len, whole.values())), boxes):
             said = " ".join(f"{axis}={len(span)}" for axis, span in whole.items())
             self.problems.wrong[f"array {array.id}"] = (
                 f"its parts in the layout {layout!r} do not make the whole of {said}"
@@ -459,4 +459,5 @@ class Bound:
         """Notes on what goes nowhere."""
         yield from self.notes
         if self.dropped:
-            yield f"left out, because the layout {self.target.name!r} has no place for it: {listed(in_order(self.dropped), 3)}"
+            names = list_names(sort_naturally(self.dropped), 3)
+            yield f"left out, because the layout {self.target.name!r} has no place for it: {names}"

@@ -9,7 +9,7 @@ from holdfast.core.chunk import Chunk
 from holdfast.core.protocols import Description
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.text import plural
+from holdfast.core.text import pluralize
 from holdfast.core.value import Value
 from holdfast.extras.maps.bind import Bound, MappedTensor
 from holdfast.extras.maps.pieces import Meeting
@@ -121,7 +121,7 @@ def mapped(
     """The checkpoint as the target layout has it. `again` makes the same of one that was opened again."""
     table = mapped_table(bound)
     notes = [
-        f"seen through the map {bound.what}: {plural(len(bound.targets), 'tensor')} of {bound.used:,}",
+        f"seen through the map {bound.what}: {pluralize(len(bound.targets), 'tensor')} of {bound.used:,}",
         *bound.left_out(),
     ]
     if not checkpoint.flat:
@@ -131,7 +131,7 @@ def mapped(
         for kind in map(checkpoint.stored.row_kind, range(len(checkpoint.stored)))
     )
     if decoded:
-        notes.append(f"the quantised blocks of {plural(decoded, 'tensor')} are decoded")
+        notes.append(f"the quantised blocks of {pluralize(decoded, 'tensor')} are decoded")
     description = Description(
         checkpoint.format, table, table, notes=(*checkpoint.notes_on_numbers, *notes), metadata=checkpoint.metadata,
         usual_format=bound.target.format, torch_dist=bound.target.torch_dist,

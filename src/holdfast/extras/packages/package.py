@@ -342,7 +342,9 @@ def share_files(state: State) -> State:
 
     def moved(tensor: LazyTensor) -> LazyTensor:
         source = sources[first[tensor.source.store.identity()]]
-        chunks = tuple(chunk.over(chunk.storage.moved(source.store)) for chunk in tensor.chunks)
+        chunks = tuple(
+            chunk.with_storage(chunk.storage.with_home(source.store)) for chunk in tensor.chunks
+        )
         return replace(tensor, chunks=chunks, source=source)
 
     return with_table(state, lazy_table(table.names, [*map(moved, tensors)]))

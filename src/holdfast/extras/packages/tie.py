@@ -33,17 +33,17 @@ from dataclasses import dataclass, field
 from typing import Literal, Unpack
 
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.digest import canonical
+from holdfast.core.digest import canonicalize
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.options import InPlaceOptions, Progress, validate_arguments
 from holdfast.core.protocols import State
 from holdfast.core.quantities import Size
 from holdfast.core.sharing import several, shared_rows
-from holdfast.core.strict_json import quoted
+from holdfast.core.strict_json import quote
 from holdfast.core.table import RowKind, Table
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.text import listed
+from holdfast.core.text import list_names
 from holdfast.core.value import replace
 from holdfast.engine.blocks import contiguous_blocks, read_block
 from holdfast.engine.digest import compute_crcs, find_recorded_crc
@@ -342,7 +342,7 @@ class ModelRows:
         looks = []
         for copy in compared:
             tensor = self.tensor(copy)
-            looks.append((canonical(tensor.dtype, tensor.shape), checksums[copy]))
+            looks.append((canonicalize(tensor.dtype, tensor.shape), checksums[copy]))
         alike = several(looks, compared)
         return _classes([*alike.values()], self.tensor, threads, progress), notes
 
@@ -397,7 +397,7 @@ def _largest(groups: Sequence[AliasGroup]) -> tuple[list[AliasGroup], list[str]]
 
 
 def _shown(text: str) -> str:
-    return text if text.isascii() and text.isprintable() and len(text) <= 80 else quoted(text)
+    return text if text.isascii() and text.isprintable() and len(text) <= 80 else quote(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -417,7 +417,7 @@ class Tied(Saved):
         groups, more = _largest(self.groups)
         first = f"{self.source}: {self.savable_nbytes:,} of {self.storage_nbytes:,} bytes could be saved"
         lines = [
-            group.line([quoted(member.name) for member in group.members[:LISTED]])
+            group.line([quote(member.name) for member in group.members[:LISTED]])
             for group in groups
         ]
         return [first, *lines, *more]
@@ -543,7 +543,7 @@ class _Tying:
         if stays:
             name = self._table.names[first]
             self.notes.append(
-                f"equal to {name!r}, and left where other views of their storages are: {listed(stays, 3)}"
+                f"equal to {name!r}, and left where other views of their storages are: {list_names(stays, 3)}"
             )
 
     def _holder(self, row: int) -> int:
@@ -576,7 +576,7 @@ class _Tying:
                 traits = replace(traits, conj=tensor.traits.conj, neg=tensor.traits.neg)
             chunks = tensor.chunks
             if first != holder:
-                chunks = tuple(chunk.over(target.storages[0]) for chunk in chunks)
+                chunks = tuple(chunk.with_storage(target.storages[0]) for chunk in chunks)
             moved[row] = replace(
                 tensor,
                 name=table.names[row],

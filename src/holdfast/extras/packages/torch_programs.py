@@ -22,7 +22,7 @@ from torch._export.serde.serialize import _dataclass_to_dict, serialize_tensor_m
 from torch.export import ExportedProgram
 
 from holdfast.core.options import validate_arguments
-from holdfast.core.quantities import Size, shown
+from holdfast.core.quantities import Size, describe_value
 from holdfast.core.runtime import gc_paused
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.write import Progress
@@ -69,7 +69,7 @@ def package_program(
     target = local_path(dst)
     check_archive_name(target)
     if not isinstance(exported_programs, ExportedProgram | Mapping):
-        given = shown(exported_programs)
+        given = describe_value(exported_programs)
         raise BadArgumentType(
             f"exported_programs= takes what torch.export.export gives, or a dict of such, not {given}"
         )

@@ -19,7 +19,7 @@ from operator import add
 import numpy as np
 from msgspec.structs import astuple
 
-from holdfast.core.arrays import Bools, inner
+from holdfast.core.arrays import Bools, inner_product
 from holdfast.core.chunk import Storage
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
@@ -121,12 +121,12 @@ def loss_of(values: np.ndarray, kept: Bools) -> Loss:
         with np.errstate(invalid="ignore"):
             wide = values[at : at + STEP_ELEMENTS].astype(np.float64)
         zero_count = np.count_nonzero(~stays | (wide == 0))
-        squares, nonfinite_count = inner(wide, wide), 0
+        squares, nonfinite_count = inner_product(wide, wide), 0
         if not math.isfinite(squares):
             is_finite = np.isfinite(wide)
             nonfinite_count = len(wide) - int(np.count_nonzero(is_finite))
             wide = np.where(is_finite, wide, 0.0)
-            squares = inner(wide, wide)
+            squares = inner_product(wide, wide)
         # A product, since `np.where` takes ten times as long for an irregular mask.
         lost = wide * ~stays
         total += Loss(
@@ -134,7 +134,7 @@ def loss_of(values: np.ndarray, kept: Bools) -> Loss:
             zeros=int(zero_count),
             nonfinite=nonfinite_count,
             squares=squares,
-            lost=inner(lost, lost),
+            lost=inner_product(lost, lost),
         )
     return total
 

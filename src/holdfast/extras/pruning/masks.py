@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.core.arrays import Bools, matrix_shape
-from holdfast.core.group import ALONE, Ranks, share_out
+from holdfast.core.group import ALONE, Ranks, divide_work
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
 from holdfast.engine.scan import scan
@@ -164,7 +164,7 @@ def block_masks(
         )
 
     masks = []
-    contents = share_out(ranks, [scores.tensor.nbytes for scores, _ in searched], choose, bytes)
+    contents = divide_work(ranks, [scores.tensor.nbytes for scores, _ in searched], choose, bytes)
     for (scores, _), content in zip(searched, contents, strict=True):
         bits = np.frombuffer(content, np.uint8).reshape(scores.grid[0], -1)
         columns = matrix_shape(scores.tensor.shape)[1]

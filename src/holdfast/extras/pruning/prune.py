@@ -25,11 +25,11 @@ from typing import Unpack
 from holdfast.core.arguments import rules as rules_of
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.documents import message_type, read_document, write_document
-from holdfast.core.group import exchange, share_out
+from holdfast.core.group import divide_work, exchange
 from holdfast.core.options import Progress, PruneOptions, validate_arguments
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.text import plural
+from holdfast.core.text import pluralize
 from holdfast.core.value import replace
 from holdfast.engine.saves import SavePlan
 from holdfast.engine.scan import scan
@@ -172,7 +172,7 @@ def plan_prune(
                     file=target,
                 )
         pruning = Pruning(state, jobs, masks, options=options)
-        with options.ranks.counting(progress) as counted:
+        with options.ranks.joint_progress(progress) as counted:
             pruning.measure(where.writing.reading_threads, counted)
         plan = pruning.plan(target, chosen)
         plan = replace(plan, notes=(*notes, *plan.notes))
@@ -323,7 +323,7 @@ class Pruning:
 
         if left:
             ranks = self._options.ranks
-            share_out(ranks, [job.tensor.nbytes for job in left], weigh, NoneType)
+            divide_work(ranks, [job.tensor.nbytes for job in left], weigh, NoneType)
             if ranks.size > 1:
                 # Tell all ranks what each of them has measured.
                 findings = TallyFindings(self._jobs)
@@ -346,7 +346,8 @@ class Pruning:
         total = sum(losses, Loss())
         kept = len(self._state.tensors) - names
         sick = sum(1 for row in rows if row.nonfinite)
-        note = f"{plural(total.nonfinite, 'element')} of {plural(sick, 'tensor')} are NaN or infinite: norms are of the others"
+        elements = pluralize(total.nonfinite, "element")
+        note = f"{elements} of {pluralize(sick, 'tensor')} are NaN or infinite: norms are of the others"
         notes = (*report.notes, note) if sick else report.notes
         return replace(
             report, tensors=tuple(rows), kept=kept, norm_lost=total.norm_lost, notes=notes

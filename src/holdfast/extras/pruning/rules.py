@@ -30,7 +30,7 @@ from holdfast.core.patterns import make_matcher
 from holdfast.core.protocols import State
 from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.text import listed
+from holdfast.core.text import list_names
 from holdfast.core.value import Value
 from holdfast.errors import HoldfastError
 from holdfast.extras.pruning.masked import Loss, Tally
@@ -317,7 +317,7 @@ def _asides(alone: Sequence[tuple[str, PruningRule, str]]) -> list[str]:
     for rule_text, reasons in found.items():
         parts = []
         for why, names in reasons.items():
-            parts.append(f"{len(names):,} {why} ({listed([*map(repr, names)], 3)})")
+            parts.append(f"{len(names):,} {why} ({list_names([*map(repr, names)], 3)})")
         notes.append(
             f"'{rule_text}' is for matrices and leaves other tensors alone: {'; '.join(parts)}"
         )
@@ -357,7 +357,7 @@ def _overlaps(state: State, jobs: Mapping[View, Job]) -> Iterable[str]:
             continue
         for chunk in tensor.shared_chunks:
             spans.setdefault(chunk.storage, {}).setdefault(
-                (*chunk.extent(tensor.dtype), identity(tensor, stored_alias=True)), name
+                (*chunk.byte_range(tensor.dtype), identity(tensor, stored_alias=True)), name
             )
     for held in spans.values():
         reached: dict[

@@ -18,7 +18,7 @@ import numpy as np
 from holdfast.core.arrays import Ints, matrix_shape
 from holdfast.core.box import Box
 from holdfast.core.documents import message_type, read_document, write_document
-from holdfast.core.group import Ranks, deal, exchange, share_out, telling
+from holdfast.core.group import Ranks, assign_evenly, divide_work, exchange, shared_errors
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
@@ -311,16 +311,16 @@ def select_together(
         return [(one.key, one.before) for one in own]
 
     nbytes_alone = [one.sources[0].tensor.nbytes for one in alone]
-    found = share_out(ranks, nbytes_alone, search, tuple[int, tuple[int, ...]])
+    found = divide_work(ranks, nbytes_alone, search, tuple[int, tuple[int, ...]])
     for one, (key, before) in zip(alone, found, strict=True):
         one.key, one.before = key, before
     for one in (one for one in searches if len(one.sources) > 1):
         nbytes = np.array([source.tensor.nbytes for source in one.sources], np.int64)
         own = np.flatnonzero(
-            deal(nbytes, np.zeros(ranks.size, np.int64)) == ranks.size - 1 - ranks.rank
+            assign_evenly(nbytes, np.zeros(ranks.size, np.int64)) == ranks.size - 1 - ranks.rank
         ).tolist()
         while one.asked is not None:
-            with telling(ranks):
+            with shared_errors(ranks):
                 _look([KeyPass(one, number, shared=True) for number in own], threads, progress)
             one.join(ranks)
 
@@ -329,4 +329,4 @@ def select_together(
                 one.locate()
             return [(one.key, one.before)] * len(numbers)
 
-        ((_, one.before),) = share_out(ranks, [1], locate, tuple[int, tuple[int, ...]])
+        ((_, one.before),) = divide_work(ranks, [1], locate, tuple[int, tuple[int, ...]])

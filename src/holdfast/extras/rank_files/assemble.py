@@ -27,14 +27,14 @@ from typing import Any, cast
 import numpy as np
 
 from holdfast.core.box import Box
-from holdfast.core.chunk import Chunk, Storage, c_strides, in_c_order
+from holdfast.core.chunk import Chunk, Storage, c_strides, is_c_ordered
 from holdfast.core.dtype import DType
 from holdfast.core.leaves import name_tensors
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Description, Foreign, Request, Source, Stamp
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
-from holdfast.core.text import listed
-from holdfast.core.tiling import first_overlap, tiles
+from holdfast.core.text import list_names
+from holdfast.core.tiling import find_overlap, is_tiled_by
 from holdfast.core.tree import Way, path_to, plainly, rebuild, refilled
 from holdfast.core.value import Value, replace
 from holdfast.engine.files import ViewTable
@@ -77,13 +77,17 @@ class Assembly(Virtual):
         """Chunks for the elements of equal copies, in the coordinates of the copies. There is at least one copy."""
         first = copies[0].tensor
         if len(copies) == 1 or not first.size:
-            return tuple(chunk.over(chunk.storage.moved(self)) for chunk in first.chunks)
+            return tuple(
+                chunk.with_storage(chunk.storage.with_home(self)) for chunk in first.chunks
+            )
         sums = [_checksum(copy.tensor) for copy in copies]
         if None in sums:
             return (self._entry(name, copies, partial(_read, name, tuple(copies))),)
         other = next((i for i, checksum in enumerate(sums) if checksum != sums[0]), None)
         if other is None:
-            return tuple(chunk.over(chunk.storage.moved(self)) for chunk in first.chunks)
+            return tuple(
+                chunk.with_storage(chunk.storage.with_home(self)) for chunk in first.chunks
+            )
         self.unequal[name] = _message(copies[0].rank, copies[other].rank)
         return (self._entry(name, copies, partial(_refuse, name, self.unequal[name])),)
 
@@ -146,7 +150,7 @@ class Assembly(Virtual):
                 by_box.setdefault(part.box, []).append(part)
         filled = {box: copies for box, copies in by_box.items() if box.count} or by_box
         whole = Box.whole(shape)
-        if not tiles(whole, filled):
+        if not is_tiled_by(whole, filled):
             raise MetadataError(_uncovered(whole, filled), tensor=name, expected=shape)
         chunks: list[Chunk] = []
         for box, copies in filled.items():
@@ -155,7 +159,10 @@ class Assembly(Virtual):
                 start = [a + origin for a, origin in zip(chunk.box.start, box.start, strict=True)]
                 chunks.append(
                     Chunk(
-                        Box.at(start, chunk.box.shape), chunk.storage, chunk.offset, chunk.strides
+                        Box.from_offsets(start, chunk.box.shape),
+                        chunk.storage,
+                        chunk.offset,
+                        chunk.strides,
                     )
                 )
         return LazyTensor("", dtype, shape, tuple(chunks), self.source, traits)
@@ -188,13 +195,13 @@ def _checksum(tensor: LazyTensor) -> tuple[object, ...] | None:
         return None
     (chunk,) = tensor.chunks
     storage = chunk.storage
-    fills_storage = chunk.box.count * tensor.dtype.bits == storage.nbytes * 8 and chunk.extent(
+    fills_storage = chunk.box.count * tensor.dtype.bits == storage.nbytes * 8 and chunk.byte_range(
         tensor.dtype
     ) == (0, storage.nbytes)
     if (
         storage.crc32 is None
         or not fills_storage
-        or not in_c_order(chunk.shape, chunk.strides, tensor.dtype.bits)
+        or not is_c_ordered(chunk.shape, chunk.strides, tensor.dtype.bits)
     ):
         return None
     return storage.crc32, storage.nbytes, storage.byteorder
@@ -219,7 +226,7 @@ def _bytes_of(tensor: LazyTensor, start: int, nbytes: int) -> np.ndarray:
     plain = (
         len(tensor.chunks) == 1 and chunk.storage.byteorder == "little" and chunk.offset % 8 == 0
     )
-    if plain and in_c_order(chunk.shape, chunk.strides, tensor.dtype.bits):
+    if plain and is_c_ordered(chunk.shape, chunk.strides, tensor.dtype.bits):
         out = np.empty(nbytes, np.uint8)
         tensor.source.store.read(
             chunk.storage.key, chunk.storage.start + chunk.offset // 8 + start, out.data
@@ -275,7 +282,7 @@ def _uncovered(whole: Box, boxes: Mapping[Box, Sequence[RankBox]]) -> str:
     if outside is not None:
         return f"the part of rank {boxes[outside][0].rank} lies outside of the tensor"
     ordered = list(boxes)
-    pair = first_overlap(ordered) if len(ordered) <= EXPLAINED else None
+    pair = find_overlap(ordered) if len(ordered) <= EXPLAINED else None
     if pair is not None:
         first, second = (boxes[ordered[at]][0].rank for at in pair)
         return f"the parts of ranks {first} and {second} overlap and are not the same, so nobody can say which one is true"
@@ -383,7 +390,7 @@ def described(
             foreign.setdefault(one.what, one)
     differ = [repr(name[:80]) for name in unequal]
     refused = [
-        f"the ranks have different values for {listed(differ)}; reading {'it' if len(differ) == 1 else 'them'} is refused"
+        f"the ranks have different values for {list_names(differ)}; reading {'it' if len(differ) == 1 else 'them'} is refused"
     ]
     archives = tuple(file.key for file in files)
     notes = (*notes, *(refused if differ else []), *named.notes)

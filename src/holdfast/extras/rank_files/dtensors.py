@@ -33,7 +33,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import Composite, LazyTensor, Traits
-from holdfast.core.text import listed
+from holdfast.core.text import list_names
 from holdfast.core.tree import Contents, contents, walk
 from holdfast.core.value import Value, replace
 from holdfast.errors import MetadataError, Unsupported, error_context
@@ -204,7 +204,7 @@ def describe(source: Source) -> Description:
     ]
     if beside:
         notes.append(
-            f"beside them lie {listed(sorted(beside))}, which open under these names with the star"
+            f"beside them lie {list_names(sorted(beside))}, which open under these names with the star"
         )
     metadata = {"world_size": str(chosen.world), "what": chosen.what}
     if chosen.what == EXTRA:
@@ -214,7 +214,7 @@ def describe(source: Source) -> Description:
     joined = _Joined(source, chosen, allowance)
     tree = in_step(files, joined.leaf, allowance, depth=source.limits.depth)
     if joined.differing:
-        names = listed([repr(name[:80]) for name in joined.differing])
+        names = list_names([repr(name[:80]) for name in joined.differing])
         notes.append(
             f"values that are no tensors differ between ranks, and those of the first rank are shown: {names}"
         )

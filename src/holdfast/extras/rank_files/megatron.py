@@ -36,7 +36,7 @@ from holdfast.core.patterns import make_matcher
 from holdfast.core.placement_rules import parse_rule
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.text import listed
+from holdfast.core.text import list_names
 from holdfast.core.tree import FREE_CHARACTERS, NAME_CHARACTERS_A_BYTE, name_at, walk
 from holdfast.core.value import Value, replace
 from holdfast.errors import (
@@ -173,7 +173,7 @@ def _grid(source: Source, files: Mapping[Place, str]) -> list[Rank]:
         absent = sorted({place for place in near if min(place) >= 0 and place not in there})
         names = [f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if not flat else "") for tp, pp in absent]
         raise FormatError(
-            f"{len(ranks)} of {sizes[0] * sizes[1]} ranks are here, and {listed(names)} "
+            f"{len(ranks)} of {sizes[0] * sizes[1]} ranks are here, and {list_names(names)} "
             f"{'is' if len(names) == 1 else 'are'} missing: get all files of the save into one folder",
             expected=sizes[0] * sizes[1], found=len(ranks),
         )  # fmt: skip
@@ -271,8 +271,9 @@ class _Iteration:
                 if own == set(range(len(own))):
                     offsets[stem] = start
                 elif own != set(range(start, start + len(own))):
+                    layers = list_names([str(n) for n in sorted(own)])
                     raise MetadataError(
-                        f"a stage has layers {listed([str(n) for n in sorted(own)])} under {stem[:80]!r}, which do not count up "
+                        f"a stage has layers {layers} under {stem[:80]!r}, which do not count up "
                         "from 0: nobody can say which ones of the whole model they are",
                         found=tuple(sorted(own)[:5]),
                     )
@@ -398,7 +399,7 @@ def _block(
     offsets[axis] = at
     own = (slice(None),) * axis + (slice(number * length, (number + 1) * length),)
     part = tensor[own]
-    return Box.at(offsets, part.shape), replace(part, traits=tensor.traits)
+    return Box.from_offsets(offsets, part.shape), replace(part, traits=tensor.traits)
 
 
 def _is_model(key: object) -> bool:

@@ -109,7 +109,7 @@ def _whole(
             first.shape[axis],
         )
         boxes = [
-            Box.at([n * (rank // copies * length) for n in (1 - axis, axis)], first.shape)
+            Box.from_offsets([n * (rank // copies * length) for n in (1 - axis, axis)], first.shape)
             for rank in range(count)
         ]
     shape = boxes[-1].stop

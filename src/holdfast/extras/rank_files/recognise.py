@@ -13,7 +13,7 @@ from itertools import islice
 from msgspec import Struct
 
 from holdfast.core.protocols import Source
-from holdfast.core.text import listed
+from holdfast.core.text import list_names
 from holdfast.errors import FormatError
 from holdfast.formats.detect import begins_like_torch
 
@@ -72,7 +72,7 @@ def check_complete(found: RankSet) -> None:
     if count:
         missing = (rank for rank in range(found.world) if rank not in found.files)
         absent = list(islice(missing, SHOWN))
-        which = listed([*map(str, absent)], count=count)
+        which = list_names([*map(str, absent)], count=count)
         message = (
             f"{len(found.files):,} of {found.world:,} {found.what} files are here, and with rank {which} a part of most tensors is "
             "missing: get all files of the save into one folder"
@@ -162,7 +162,7 @@ def chosen_step(
     """
     if "" in folders:
         return ""
-    first, shown = tuple(sorted(folders)[:5]), listed(sorted(folders))
+    first, shown = tuple(sorted(folders)[:5]), list_names(sorted(folders))
     size = source.store.size(pointer) if pointer in source.store.list() else None
     if size is not None:
         if size > POINTER_NBYTES:

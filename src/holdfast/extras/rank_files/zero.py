@@ -32,7 +32,7 @@ from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import Description, Source
 from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.text import listed
+from holdfast.core.text import list_names
 from holdfast.core.value import replace
 from holdfast.errors import FormatError, MetadataError, Unsupported, error_context
 from holdfast.extras.rank_files.assemble import (
@@ -198,14 +198,14 @@ def _check_files(files: StepFiles) -> None:
     if files.others:
         raise Unsupported(
             "experts and the layers of a pipeline have files of their own, which this does not put together; open the files one by "
-            f"one: {listed(files.others)}",
+            f"one: {list_names(files.others)}",
             found=tuple(files.others[:5]),
         )
     if len(files.mp) > 1:
         ranks = [f"mp_rank_{rank:02d}" for rank in sorted(files.mp)]
         raise Unsupported(
-            f"the model is split over model-parallel ranks ({listed(ranks)}) by rules that the files do not say; open the files "
-            "one by one, or convert it with the program that wrote it",
+            f"the model is split over model-parallel ranks ({list_names(ranks)}) by rules that the files do not say; open the "
+            "files one by one, or convert it with the program that wrote it",
             found=tuple(ranks[:5]),
         )
     if files.twice:
@@ -412,7 +412,7 @@ class _Step:
         }
         if lost:
             self.notes.append(
-                f"the files have no elements of {listed([repr(name[:80]) for name in lost])}, which the module lists"
+                f"the files have no elements of {list_names([repr(name[:80]) for name in lost])}, which the module lists"
             )
         return found
 

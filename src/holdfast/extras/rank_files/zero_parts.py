@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from holdfast.core.box import run_boxes
-from holdfast.core.chunk import Chunk, Storage, c_strides, in_c_order
+from holdfast.core.chunk import Chunk, Storage, c_strides, is_c_ordered
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
@@ -119,7 +119,7 @@ def _check_flat(part: LazyTensor) -> None:
         chunk = part.chunks[0]
         plain = (
             len(part.chunks) == 1
-            and in_c_order(chunk.shape, chunk.strides, part.dtype.bits)
+            and is_c_ordered(chunk.shape, chunk.strides, part.dtype.bits)
             and chunk.offset % 8 == 0
         )
     if not plain:

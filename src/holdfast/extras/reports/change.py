@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from holdfast.core.group import ALONE, Ranks
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.text import clip, count, escape, plural, rounded
+from holdfast.core.text import clip, escape, format_count, pluralize, round_significant
 from holdfast.core.value import Value, replace
 from holdfast.engine.files import ViewTable
 from holdfast.extras.reports.document import Document, short
@@ -167,7 +167,11 @@ def _measure(
 ) -> Document:
     key, label, text, scale = about
     values = [
-        rounded(of(content)) if content is not None else same if state in (SAME, MOVED) else None
+        round_significant(of(content))
+        if content is not None
+        else same
+        if state in (SAME, MOVED)
+        else None
         for state, content in zip(states, contents, strict=True)
     ]
     return {"key": key, "label": label, "help": text, "scale": scale, "values": values}
@@ -183,9 +187,9 @@ def sentence(first: str, second: str, told: Diff) -> str:
     parts = [f"{len(things):,} {word}" for word, things in kinds.items() if things]
     names = f"{escape(clip(first, 120))} and {escape(clip(second, 120))}"
     if not parts:
-        return f"{names} hold the same: {plural(told.same, 'tensor')}, not one of them changed."
+        return f"{names} hold the same: {pluralize(told.same, 'tensor')}, not one of them changed."
     sick = f"{told.nonfinite_summary}; " if told.nonfinite else ""
-    return f"{names} differ: {sick}{', '.join(parts)}, {plural(told.same, 'tensor')} the same."
+    return f"{names} differ: {sick}{', '.join(parts)}, {pluralize(told.same, 'tensor')} the same."
 
 
 def facts(told: Diff) -> list[list[str]]:
@@ -195,7 +199,7 @@ def facts(told: Diff) -> list[list[str]]:
     sick = [[label, told.nonfinite_summary.removeprefix(f"{label} in ")]] if told.nonfinite else []
     return [
         *sick,
-        ["changed", f"{len(told.changed):,} tensors, {count(elements)} elements"],
+        ["changed", f"{len(told.changed):,} tensors, {format_count(elements)} elements"],
         ["added", f"{len(told.added):,}"],
         ["removed", f"{len(told.removed):,}"],
         ["renamed", f"{len(told.renamed):,}"],

@@ -32,7 +32,7 @@ import numpy as np
 from holdfast.core.box import run_boxes
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.text import rounded
+from holdfast.core.text import round_significant
 from holdfast.core.value import Value
 from holdfast.engine.computed import numbers_of
 from holdfast.errors import BadArgument, HoldfastError
@@ -154,8 +154,8 @@ class Live:
             "rows": rows,
             "cols": columns,
             "values": values,
-            "low": rounded(float(finite.min()), 6) if finite.size else None,
-            "high": rounded(float(finite.max()), 6) if finite.size else None,
+            "low": round_significant(float(finite.min()), 6) if finite.size else None,
+            "high": round_significant(float(finite.max()), 6) if finite.size else None,
             "sampled": not made.whole,
         }
 
@@ -171,7 +171,9 @@ def _measure_detail(tensor: LazyTensor, *, svd: bool) -> Document:
         document["first_inf"] = json_index(row.first_infinity)
     if svd:
         values = singular_values(tensor)
-        document["singular"] = None if values is None else [rounded(value) for value in values]
+        document["singular"] = (
+            None if values is None else [round_significant(value) for value in values]
+        )
     return document
 
 

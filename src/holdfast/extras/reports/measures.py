@@ -27,10 +27,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from holdfast.core.group import ALONE, Ranks, share_out
+from holdfast.core.group import ALONE, Ranks, divide_work
 from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.text import rounded
+from holdfast.core.text import round_significant
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
 from holdfast.engine.computed import numbers_of
@@ -129,7 +129,7 @@ def measure(
             progress=progress,
         )
 
-    made = share_out(ranks, [tensor.nbytes for tensor in chosen], look, Distribution)
+    made = divide_work(ranks, [tensor.nbytes for tensor in chosen], look, Distribution)
     found = dict(zip(read.values(), made, strict=True))
     return [found.get(identity(tensor)) if has_numbers(tensor) else None for tensor in tensors]
 
@@ -198,7 +198,7 @@ def measured_columns(measured: Sequence[Distribution | None]) -> tuple[list[Docu
     """The columns that can colour the page, and the details of each tensor."""
     columns: list[Document] = []
     for key, label, text, scale, of in MEASURES:
-        values = [None if found is None else rounded(of(found)) for found in measured]
+        values = [None if found is None else round_significant(of(found)) for found in measured]
         columns.append({"key": key, "label": label, "help": text, "scale": scale, "values": values})
     fine = 3 if len(measured) <= MANY else 2
     each = [None if found is None else detail(found, fine=fine) for found in measured]
@@ -215,10 +215,10 @@ def detail(found: Distribution, *, fine: int = 3) -> Document:
     bars = [_bar(n, top) for n in found.exponents]
     return {
         "exponents": [found.first_exponent, bars] if bars else None,
-        "negative": rounded(found.negative, 3),
-        "quantiles": [rounded(value, 3) for value in found.quantiles] or None,
-        "rows": [rounded(value, fine) for value in found.rows] or None,
-        "columns": [rounded(value, fine) for value in found.columns] or None,
+        "negative": round_significant(found.negative, 3),
+        "quantiles": [round_significant(value, 3) for value in found.quantiles] or None,
+        "rows": [round_significant(value, fine) for value in found.rows] or None,
+        "columns": [round_significant(value, fine) for value in found.columns] or None,
     }
 
 

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.group import ALONE, AnyGroup, Ranks, acting, compare_marks, share_out
+from holdfast.core.group import ALONE, AnyGroup, Ranks, compare_marks, divide_work, joined_ranks
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import card
 from holdfast.core.options import validate_arguments
 from holdfast.core.patterns import make_matcher
-from holdfast.core.quantities import Size, byte_count
+from holdfast.core.quantities import Size, parse_nbytes
 from holdfast.core.registry import find_hook
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.text import iso, listed, plural, rounded
+from holdfast.core.text import format_iso_time, list_names, pluralize, round_significant
 from holdfast.core.value import Value
 from holdfast.core.version import VERSION
 from holdfast.engine.checksums import Progress
@@ -157,11 +157,11 @@ class ReportRequest(Value):
 
     @property
     def workers(self) -> int:
-        return reading_threads(self.max_memory, self.threads, self.ranks.neighbours())
+        return reading_threads(self.max_memory, self.threads, self.ranks.count_local_ranks())
 
     @property
     def budget(self) -> int:
-        return BUDGET_NBYTES if self.max_memory is None else byte_count(self.max_memory) // 2
+        return BUDGET_NBYTES if self.max_memory is None else parse_nbytes(self.max_memory) // 2
 
 
 class Made(Value):
@@ -205,7 +205,7 @@ def report(
     reads some of the tensors, and all get the page. `progress` is called with the number of bytes that were read since its last
     call, from any thread.
     """
-    with acting(group, "report") as ranks, ranks.counting(progress) as counted:
+    with joined_ranks(group, "report") as ranks, ranks.joint_progress(progress) as counted:
         asked = ReportRequest(
             stats or sample is not None or svd, sample if isinstance(sample, float) else None, svd,
             filter, mesh, max_memory=max_memory, limits=limits, threads=threads, ranks=ranks, map=map,
@@ -359,13 +359,14 @@ def _numbers(
     colours, details = measured_columns(measured)
     if asked.svd:
         spectra = cast("type[tuple[float, ...] | None]", tuple[float, ...] | None)
-        found = share_out(
+        found = divide_work(
             asked.ranks, [spectrum_nbytes(tensor, asked.budget) for tensor in tensors],
             lambda numbers: [singular_values(tensors[number], budget=asked.budget, progress=progress) for number in numbers],
             spectra,
         )  # fmt: skip
         details["singular"] = [
-            None if values is None else [rounded(value, 3) for value in values] for values in found
+            None if values is None else [round_significant(value, 3) for value in values]
+            for values in found
         ]
     return _Numbers(asked.sample, nonfinite_rows(tensors, measured), colours, details)
 
@@ -469,15 +470,15 @@ def _run(table: RunTable, asked: ReportRequest, stack: ExitStack) -> Prepared:
         )
         over_time = history.history(table, norm)
         if sick:
-            numbers = listed([*map(str, sick)])
-            text = f"NaN or Inf is in the tensors of {plural(len(sick), 'step')}, which have no norm: {numbers}."
+            numbers = list_names([*map(str, sick)])
+            text = f"NaN or Inf is in the tensors of {pluralize(len(sick), 'step')}, which have no norm: {numbers}."
             notes.insert(0, text)
         document = {
             **document,
             "kind": "run",
             "title": table.path.rstrip("/").rpartition("/")[2] or table.path,
             "path": table.path,
-            "made": None if newest is None else iso(newest.saved),
+            "made": None if newest is None else format_iso_time(newest.saved),
             "sentence": history.sentence(table),
             "facts": [
                 *history.facts(table),

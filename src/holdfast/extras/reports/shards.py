@@ -85,7 +85,7 @@ def _spans(found: Structure, known: set[str]) -> dict[str, list[Span[int]]]:
             ranges = storage.ranges
             if type(chunk) is Chunk and type(storage) is Storage:
                 # An ordinary chunk has its own part of the storage, as its strides say.
-                low, high = chunk.extent(tensor.dtype)
+                low, high = chunk.byte_range(tensor.dtype)
                 ranges = ((storage.key, storage.start + low, storage.start + high),)
             for key, start, stop in ranges:
                 if stop > start and key in known:

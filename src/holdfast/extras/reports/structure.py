@@ -28,12 +28,20 @@ import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.chunk import Chunk, Storage, in_c_order
+from holdfast.core.chunk import Chunk, Storage, is_c_ordered
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
 from holdfast.core.sharing import reached_spans
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.text import clip, count, escape, iso, nbytes, percent, plural
+from holdfast.core.text import (
+    clip,
+    escape,
+    format_count,
+    format_iso_time,
+    format_nbytes,
+    format_percent,
+    pluralize,
+)
 from holdfast.core.value import Value
 from holdfast.extras.reports.document import Document, front_coded, labelled, short
 from holdfast.numeric.dequantize import number_shape
@@ -212,7 +220,7 @@ def _range(tensor: LazyTensor, keys: set[str]) -> tuple[str, int | None, int | N
     chunk = tensor.chunks[0]
     if type(chunk) is not Chunk:
         return file, start, ranges[0][2]
-    low, high = chunk.extent(tensor.dtype)
+    low, high = chunk.byte_range(tensor.dtype)
     return file, start + low, start + high
 
 
@@ -236,7 +244,7 @@ def _strides(tensors: Sequence[LazyTensor]) -> Document:
         if len(tensor.chunks) != 1 or type(tensor.chunks[0]) is not Chunk or len(at) == STRIDES:
             continue
         strides = tensor.chunks[0].strides
-        if not in_c_order(tensor.shape, strides, tensor.dtype.bits):
+        if not is_c_ordered(tensor.shape, strides, tensor.dtype.bits):
             at.append(number)
             values.append([stride // tensor.dtype.bits for stride in strides])
     return {"at": at, "values": values}
@@ -273,19 +281,22 @@ def scanned(path: object, limits: Limits | None) -> Document:
 def facts(found: Structure, verdict: str) -> list[list[str]]:
     checkpoint, seen = found.checkpoint, found.survey
     elements, tied = sum(seen.elements.values()), found.tied_count
-    dtypes = ", ".join(f"{dtype} {percent(n, elements)}" for dtype, n in found.dtypes[:6])
+    dtypes = ", ".join(f"{dtype} {format_percent(n, elements)}" for dtype, n in found.dtypes[:6])
     foreign = list(dict.fromkeys(str(one.what) for one in checkpoint.foreign))
     more = f", … {len(foreign) - 5:,} more" if len(foreign) > 5 else ""
     return [
         ["format", checkpoint.format],
         ["tensors", f"{len(checkpoint):,}"],
         ["parameters", f"{elements:,}"],
-        ["tensor bytes", nbytes(seen.nbytes)],
-        ["file bytes", nbytes(checkpoint.stored_nbytes)],
+        ["tensor bytes", format_nbytes(seen.nbytes)],
+        ["file bytes", format_nbytes(checkpoint.stored_nbytes)],
         ["files", f"{len(found.files):,}"],
         ["dtypes", dtypes or "none"],
-        ["tied", f"{tied:,} names over {plural(len(seen.aliases), 'storage')}" if tied else "none"],
-        ["dead bytes", nbytes(found.dead_nbytes) if found.dead_nbytes else "none"],
+        [
+            "tied",
+            f"{tied:,} names over {pluralize(len(seen.aliases), 'storage')}" if tied else "none",
+        ],
+        ["dead bytes", format_nbytes(found.dead_nbytes) if found.dead_nbytes else "none"],
         [
             "foreign objects",
             (", ".join(escape(clip(name, 80)) for name in foreign[:5]) or "none") + more,
@@ -301,15 +312,15 @@ def sentence(found: Structure, verdict: str) -> str:
     if found.dtypes:
         dtypes = f", {'all' if len(found.dtypes) == 1 else 'most of them'} {found.dtypes[0][0]}"
     parts = [
-        f"{escape(clip(name_of(checkpoint), 120))} is a {checkpoint.format} checkpoint of {plural(len(checkpoint), 'tensor')} with "
-        f"{count(elements)} elements in {nbytes(seen.nbytes)}{dtypes}"
+        f"{escape(clip(name_of(checkpoint), 120))} is a {checkpoint.format} checkpoint of "
+        f"{pluralize(len(checkpoint), 'tensor')} with {format_count(elements)} elements in {format_nbytes(seen.nbytes)}{dtypes}"
     ]
     parts.append(f"{tied:,} names are tied" if tied else "nothing is tied")
-    dead_text = f"{nbytes(found.dead_nbytes)} are used by no tensor"
+    dead_text = f"{format_nbytes(found.dead_nbytes)} are used by no tensor"
     parts.append(dead_text if found.dead_nbytes else "no bytes are unused")
     foreign = {str(one.what) for one in checkpoint.foreign}
     if foreign:
-        parts.append(f"{plural(len(foreign), 'foreign object')} not built")
+        parts.append(f"{pluralize(len(foreign), 'foreign object')} not built")
     parts.append(f"scan: {verdict}" if verdict != "not scanned" else "not scanned")
     return "; ".join(parts) + "."
 
@@ -331,4 +342,4 @@ def made_at(checkpoint: Checkpoint) -> str | None:
                 )
             except OSError:
                 continue
-    return None if not times else iso(max(times))
+    return None if not times else format_iso_time(max(times))

@@ -46,7 +46,7 @@ from typing import Annotated
 import msgspec
 
 from holdfast.core.documents import FAILURES, DocumentType, write_document
-from holdfast.core.keys import DATA, sibling_key
+from holdfast.core.keys import DATA_KEY, parse_sibling_key
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value, replace
 from holdfast.engine.commit.target import refusal
@@ -282,8 +282,8 @@ class RunBucket(RunPlace):
     def attributes(self, stamp: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str]:
         """The attributes of the manifest of a step with this data; none where that is more than stores take."""
         sizes = dict(files)
-        shared = sorted(name for name in sizes if sibling_key(name))
-        matches = [DATA.fullmatch(name) for name in sizes.keys() - set(shared)]
+        shared = sorted(name for name in sizes if parse_sibling_key(name))
+        matches = [DATA_KEY.fullmatch(name) for name in sizes.keys() - set(shared)]
         saves = {match and match[1] for match in matches}
         if None in saves or len(saves) > 1:
             return {}
@@ -299,7 +299,8 @@ class RunBucket(RunPlace):
     def published(self, planned: Planned[Saved], stamp: Stamp) -> Step:
         name, report = step_name(stamp.step), planned.report
         self._lengths[name] = {
-            self.key(*(sibling_key(file) or (name, file))): nbytes for file, nbytes in report.files
+            self.key(*(parse_sibling_key(file) or (name, file))): nbytes
+            for file, nbytes in report.files
         }
         files = tuple([file for file, _ in report.files if file != MANIFEST])
         return stamped(stamp, stamp.step, self.path.below(name), report.nbytes, name, files)
@@ -349,10 +350,10 @@ class RunBucket(RunPlace):
     def _remove_data(self, steps: Sequence[Step]) -> list[str]:
         """Delete the data of steps whose manifests are gone, unless other steps have it, too. What stood in the way, in words."""
         keys = dict.fromkeys(
-            self.key(*(sibling_key(name) or (step.name, name)))
+            self.key(*(parse_sibling_key(name) or (step.name, name)))
             for step in steps
             for name in step.files
-            if "/" not in name or sibling_key(name)
+            if "/" not in name or parse_sibling_key(name)
         )
         try:
             left = release(self.path, list(keys), self._references.named).used
@@ -417,7 +418,9 @@ class RunBucket(RunPlace):
             return None
         names = info.shared if info.files is None else [name for name, _ in info.files]
         return (
-            None if names is None else {found[0] for name in names if (found := sibling_key(name))}
+            None
+            if names is None
+            else {found[0] for name in names if (found := parse_sibling_key(name))}
         )
 
     def _named(self, below: int | None = None) -> dict[int, list[str]]:
@@ -477,9 +480,9 @@ class RunBucket(RunPlace):
             own = {
                 key: one.nbytes
                 for key, one in objects.items()
-                if (found := DATA.fullmatch(key)) and found[1] == info.save
+                if (found := DATA_KEY.fullmatch(key)) and found[1] == info.save
             }
-            places = {file: sibling_key(file) for file in info.shared or ()}
+            places = {file: parse_sibling_key(file) for file in info.shared or ()}
             there = {file: folders(at[0]).get(at[1]) for file, at in places.items() if at}
             own |= {file: one.nbytes for file, one in there.items() if one}
             if digest_of(own) == info.digest:
@@ -491,7 +494,7 @@ class RunBucket(RunPlace):
                 files = info.files
         lengths = {self.key(name, MANIFEST): info.nbytes}
         for file, nbytes in files:
-            at = sibling_key(file) or (name, file)
+            at = parse_sibling_key(file) or (name, file)
             one = folders(at[0]).get(at[1])
             if one is None:
                 return f"{file}: missing"
@@ -513,7 +516,7 @@ class RunBucket(RunPlace):
         if got is None:
             return None
         found = read_stamp(got.attributes.get(ATTRIBUTE))
-        if found is None or not all(map(sibling_key, found[1].beside)):
+        if found is None or not all(map(parse_sibling_key, found[1].beside)):
             return self._read(name)
         stamp, stored = found
         info = ManifestInfo(

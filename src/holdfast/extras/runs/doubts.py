@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import warnings
 
-from holdfast.core.runtime import renewed
+from holdfast.core.runtime import make_fork_safe
 from holdfast.errors import HeaderError, HoldfastWarning
 from holdfast.extras.runs.place import RunPlace
 from holdfast.extras.runs.record import DOUBTS, Doubt, Doubts
@@ -35,7 +35,7 @@ class DoubtfulSteps:
     def __init__(self, place: RunPlace) -> None:
         self._place = place
         # A background save and a deep look of the main thread may meet here. A fork gets a new lock.
-        self._lock = renewed(threading.RLock())
+        self._lock = make_fork_safe(threading.RLock())
         self._reasons: dict[StepKey, str] | None = None  # None until the document has been read.
         self._is_changed = False
         self.damages: tuple[str, ...] = ()

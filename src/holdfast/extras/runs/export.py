@@ -26,8 +26,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.core.arguments import AnyDType
-from holdfast.core.quantities import Size, shown, whole_number
-from holdfast.core.runtime import renewed, start
+from holdfast.core.quantities import Size, describe_value, parse_count
+from holdfast.core.runtime import make_fork_safe, start_thread
 from holdfast.engine.commit.target import refusal
 from holdfast.errors import (
     BadArgument,
@@ -72,7 +72,7 @@ class Export:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", place_at(place_of(self.path)).absolute)
-        object.__setattr__(self, "every", whole_number(self.every, "every="))
+        object.__setattr__(self, "every", parse_count(self.every, "every="))
         format_for("model/", self.format, Options())
 
     def target(self, step: int) -> str:
@@ -122,7 +122,8 @@ def read_exports(given: object, run: str) -> tuple[Export, ...]:
         return ()
     if not isinstance(several, Sequence) or not all(isinstance(one, Export) for one in several):
         raise BadArgumentType(
-            f"export= takes holdfast.Export(…), or a list of them, not {shown(given)}", found=given
+            f"export= takes holdfast.Export(…), or a list of them, not {describe_value(given)}",
+            found=given,
         )
     places: set[str] = set()
     for one in several:
@@ -141,7 +142,7 @@ class Exports:
     def __init__(self, wanted: Sequence[Export], run: RunPlace, *, durable: bool = True) -> None:
         self._wanted = tuple(wanted)
         self._run, self._durable = run, durable
-        self._turn = renewed(threading.Condition(threading.Lock()))
+        self._turn = make_fork_safe(threading.Condition(threading.Lock()))
         self._queue: deque[tuple[Export, Step]] = deque()
         self._now: Step | None = None
         self._working = False
@@ -157,7 +158,7 @@ class Exports:
             self._queue.extend(due)
             begin, self._working = not self._working, True
         # No daemon: Python waits for it at the end of the program. Where none can start, it is done here.
-        if begin and start(self._work, name="holdfast-export", daemon=False) is None:
+        if begin and start_thread(self._work, name="holdfast-export", daemon=False) is None:
             self._work()
 
     def busy(self) -> Mapping[int, str]:

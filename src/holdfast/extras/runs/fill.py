@@ -21,7 +21,7 @@ from msgspec import Struct
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.protocols import Request, group_by_source
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.text import listed
+from holdfast.core.text import list_names
 from holdfast.core.tree import Unrolled, Way, name_at, plainly, rebuild, unroll
 from holdfast.core.value import Value
 from holdfast.engine.checksums import check_before_reading
@@ -85,12 +85,12 @@ def fill(into: object, checkpoint: Checkpoint, *, checked: bool = False) -> obje
     made = unroll(_fitted(into, checkpoint.tree, None, fit))
     if fit.missing or fit.unexpected or fit.mismatched:
         parts = (
-            [f"the step does not have {listed([*map(repr, fit.missing)], 3)}"]
+            [f"the step does not have {list_names([*map(repr, fit.missing)], 3)}"]
             if fit.missing
             else []
         )
         parts += (
-            [f"only the step has {listed([*map(repr, fit.unexpected)], 3)}"]
+            [f"only the step has {list_names([*map(repr, fit.unexpected)], 3)}"]
             if fit.unexpected
             else []
         )

@@ -11,7 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from holdfast.core.opaque import AnyValue
-from holdfast.core.text import clip, escape, iso, nbytes, plural, rounded
+from holdfast.core.text import (
+    clip,
+    escape,
+    format_iso_time,
+    format_nbytes,
+    pluralize,
+    round_significant,
+)
 from holdfast.extras.runs.directory import place_for
 from holdfast.extras.runs.record import RECORD
 from holdfast.extras.runs.steps import Step
@@ -76,7 +83,7 @@ def _step(
     return {
         "step": -1 if row.found.step is None else row.found.step,
         "name": clip(row.found.name),
-        "time": None if step is None else iso(step.saved),
+        "time": None if step is None else format_iso_time(step.saved),
         "nbytes": 0 if step is None else step.nbytes,
         "shared": row.shared_nbytes,
         "kept": step is not None and (fate is None or not rules or not fate.goes),
@@ -89,10 +96,11 @@ def _step(
             else f"no rules: {table.without_rules}",
             300,
         ),
-        "norm": rounded(size, 6),
-        "loss": rounded(metrics.get(loss) if loss is not None else None, 6),
+        "norm": round_significant(size, 6),
+        "loss": round_significant(metrics.get(loss) if loss is not None else None, 6),
         "metrics": {
-            clip(name, 80): rounded(value, 6) for name, value in list(metrics.items())[:20]
+            clip(name, 80): round_significant(value, 6)
+            for name, value in list(metrics.items())[:20]
         },
         "state": "torn" if step is None else "whole",
     }
@@ -104,8 +112,8 @@ def facts(table: RunTable) -> list[list[str]]:
     return [
         ["steps", f"{len(whole):,}"],
         ["not whole", f"{len(table.rows) - len(whole):,}"],
-        ["bytes on disk", nbytes(table.total_nbytes)],
-        ["shared between steps", nbytes(shared) if shared else "none"],
+        ["bytes on disk", format_nbytes(table.total_nbytes)],
+        ["shared between steps", format_nbytes(shared) if shared else "none"],
         ["rules", ", ".join(map(str, table.rules)) or f"no rules: {table.without_rules}"],
         ["writer", str(table.writer) if table.writer is not None else "none"],
     ]
@@ -117,10 +125,10 @@ def sentence(table: RunTable) -> str:
     name = escape(clip(table.path.rstrip("/").rpartition("/")[2] or table.path, 120))
     newest = f", the newest is {whole[-1].step}" if whole else ""
     broken = (
-        f"; {plural(torn, 'step')} not whole"
+        f"; {pluralize(torn, 'step')} not whole"
         if torn
         else "; all of them are whole"
         if whole
         else ""
     )
-    return f"{name} is a run of {plural(len(whole), 'step')}{newest}, {nbytes(table.total_nbytes)} on disk{broken}."
+    return f"{name} is a run of {pluralize(len(whole), 'step')}{newest}, {format_nbytes(table.total_nbytes)} on disk{broken}."

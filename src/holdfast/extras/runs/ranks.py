@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from holdfast.core.arguments import one_of
 from holdfast.core.documents import message_type, read_document, write_document
-from holdfast.core.group import UNCHANGED, Ranks, together
+from holdfast.core.group import UNCHANGED, Ranks, joint_phase
 from holdfast.core.opaque import AnyValue
 from holdfast.core.options import (
     DEADLINE,
@@ -265,7 +265,7 @@ class Run(PlainRun):
             try:
                 if into is None:
                     # What fails on one rank is raised by all of them.
-                    with self._ranks("resume") as ranks, together(ranks, UNCHANGED), unharmed():
+                    with self._ranks("resume") as ranks, joint_phase(ranks, UNCHANGED), unharmed():
                         state = load_full(found.path)
                 else:
                     request = ShardedLoad(

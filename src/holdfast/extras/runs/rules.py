@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from holdfast.core.quantities import seconds, shown, whole_number
+from holdfast.core.quantities import describe_value, parse_count, parse_seconds
 from holdfast.errors import BadArgument, BadArgumentType
 
 
@@ -59,7 +59,7 @@ class Latest(Rule):
     count: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "count", whole_number(self.count, "Latest(…)"))
+        object.__setattr__(self, "count", parse_count(self.count, "Latest(…)"))
 
     def __str__(self) -> str:
         return f"latest:{self.count}"
@@ -75,7 +75,7 @@ class Every(Rule):
     steps: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "steps", whole_number(self.steps, "Every(…)"))
+        object.__setattr__(self, "steps", parse_count(self.steps, "Every(…)"))
 
     def __str__(self) -> str:
         return f"every:{self.steps}"
@@ -98,12 +98,13 @@ class Best(Rule):
     def __post_init__(self) -> None:
         if not isinstance(self.metric, str) or not self.metric:
             raise BadArgumentType(
-                f"Best(…) takes the name of a metric, not {shown(self.metric)}", found=self.metric
+                f"Best(…) takes the name of a metric, not {describe_value(self.metric)}",
+                found=self.metric,
             )
-        object.__setattr__(self, "count", whole_number(self.count, "Best(…)"))
+        object.__setattr__(self, "count", parse_count(self.count, "Best(…)"))
         if self.mode not in ("min", "max"):
             raise BadArgument(
-                f"mode= takes 'min' or 'max', not {shown(self.mode)}", found=self.mode
+                f"mode= takes 'min' or 'max', not {describe_value(self.mode)}", found=self.mode
             )
 
     def __str__(self) -> str:
@@ -139,7 +140,7 @@ class Within(Rule):
                 or not 0 <= value < math.inf
             ):
                 raise BadArgumentType(
-                    f"Within({name}=…) takes a number, not {shown(value)}", found=value
+                    f"Within({name}=…) takes a number, not {describe_value(value)}", found=value
                 )
         if not 0 < self.seconds < math.inf:
             raise BadArgument(
@@ -195,11 +196,11 @@ def read_rule(text: str) -> Rule:
     try:
         match kind:
             case "latest":
-                return Latest(whole_number(rest, "latest:"))
+                return Latest(parse_count(rest, "latest:"))
             case "every":
-                return Every(whole_number(rest.replace("_", ""), "every:"))
+                return Every(parse_count(rest.replace("_", ""), "every:"))
             case "within":
-                return Within(hours=seconds(rest, "within:") / 3600)
+                return Within(hours=parse_seconds(rest, "within:") / 3600)
             case "best":
                 return _read_best(rest)
     except BadArgument as error:
@@ -218,7 +219,7 @@ def _read_best(text: str) -> Best:
     front, _, last = metric.rpartition(":")
     if front and last.isdecimal():
         metric, count = front, last
-    return Best(metric, whole_number(count, "best:"), "max" if mode == "max" else "min")
+    return Best(metric, parse_count(count, "best:"), "max" if mode == "max" else "min")
 
 
 def read_rules(given: object, name: str = "keep=") -> tuple[Rule, ...]:
@@ -228,7 +229,7 @@ def read_rules(given: object, name: str = "keep=") -> tuple[Rule, ...]:
     several = (given,) if isinstance(given, str | Rule) else given
     if not isinstance(several, Iterable):
         raise BadArgumentType(
-            f"{name} takes rules, such as Latest(3), not {shown(given)}", found=given
+            f"{name} takes rules, such as Latest(3), not {describe_value(given)}", found=given
         )
     made: list[Rule] = []
     for one in several:
@@ -238,6 +239,7 @@ def read_rules(given: object, name: str = "keep=") -> tuple[Rule, ...]:
             made.append(one)
         else:
             raise BadArgumentType(
-                f"{name} takes rules, such as Latest(3) or 'latest:3', not {shown(one)}", found=one
+                f"{name} takes rules, such as Latest(3) or 'latest:3', not {describe_value(one)}",
+                found=one,
             )
     return tuple(dict.fromkeys(made))

@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack, overload
 from holdfast.core.arguments import one_of
 from holdfast.core.opaque import AnyValue
 from holdfast.core.options import RECORD_OPTIONS, Option, StoreOption, switch, validate_arguments
-from holdfast.core.quantities import Size, byte_count, seconds, shown
-from holdfast.core.runtime import gc_paused, renewed
+from holdfast.core.quantities import Size, describe_value, parse_nbytes, parse_seconds
+from holdfast.core.runtime import gc_paused, make_fork_safe
 from holdfast.core.value import replace
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.commit.temporaries import wait_for_room
@@ -107,7 +107,7 @@ class RunOptions(StoreOption, total=False):
 
 RECORD_OPTIONS[RunOptions] = {
     "keep": Option((), "rules of what is kept", read=read_rules),
-    "budget": Option(None, "what all steps together may have", read=byte_count),
+    "budget": Option(None, "what all steps together may have", read=parse_nbytes),
     "when_full": Option(
         "error", "what a save does that has no room", read=one_of("error", "evict", "pause")
     ),
@@ -119,14 +119,14 @@ RECORD_OPTIONS[RunOptions] = {
         "hold SIGTERM back until `interrupted` is asked",
         read=read_run_signals,
     ),
-    "grace": Option(None, "the time from a signal to the kill", read=seconds),
+    "grace": Option(None, "the time from a signal to the kill", read=parse_seconds),
 }
 
 
 def read_metrics(value: object, argument: str = "metrics=") -> dict[str, float]:
     """Check metrics: numbers of any kind under names."""
     if not isinstance(value, Mapping):
-        message = f"{argument} takes numbers under names, not {shown(value)}"
+        message = f"{argument} takes numbers under names, not {describe_value(value)}"
         raise BadArgumentType(message, found=value)
     metrics: dict[str, float] = {}
     for name, number in value.items():
@@ -135,7 +135,7 @@ def read_metrics(value: object, argument: str = "metrics=") -> dict[str, float]:
                 raise TypeError
             metrics[name] = float(number)
         except (TypeError, ValueError, RuntimeError, OverflowError):
-            message = f"{argument} takes numbers under names, and {shown(name)} is {shown(number)}"
+            message = f"{argument} takes numbers under names, and {describe_value(name)} is {describe_value(number)}"
             raise BadArgumentType(message, found=value) from None
     return metrics
 
@@ -174,7 +174,7 @@ class Run(RunView):
             )
         self._grace = GRACE_S if grace is None else grace
         super().__init__(path, read_rules(options["keep"]), durable=durable, store=options["store"])
-        self.budget = None if budget is None else byte_count(budget)
+        self.budget = None if budget is None else parse_nbytes(budget)
         self.when_full = options["when_full"]
         self.when_failed = options["when_failed"]
         self.share = options["share"]
@@ -191,7 +191,7 @@ class Run(RunView):
         self._finalize = weakref.finalize(self, self._held.close)
         self._times: list[SaveTimes] = []
         self._failed = self._deleted = 0
-        self._turn = renewed(threading.RLock())
+        self._turn = make_fork_safe(threading.RLock())
         """One save, deletion or end at a time, of whichever thread."""
         self._guard: SignalGuard | None = None
         self._block: SignalGuard | None = None
@@ -241,7 +241,7 @@ class Run(RunView):
 
     def summary(self, *, mtbf: float | str | None = None) -> Summary:
         """What saving cost so far, and how often to save where one failure is to be expected every `mtbf` ("6h")."""
-        expected = MTBF_S if mtbf is None else seconds(mtbf, "mtbf=")
+        expected = MTBF_S if mtbf is None else parse_seconds(mtbf, "mtbf=")
         return summarize(
             self._times, self._failed, self._deleted, mtbf_s=expected, damaged=self._doubts.damages
         )
@@ -309,7 +309,7 @@ class Run(RunView):
         with self._turn:
             began = time.perf_counter()
             self._settle()
-            options = Options(None if max_shard_size is None else byte_count(max_shard_size))
+            options = Options(None if max_shard_size is None else parse_nbytes(max_shard_size))
 
             def write(base: str | None) -> Step:
                 with gc_paused():
@@ -354,7 +354,7 @@ class Run(RunView):
 
     # Ending.
 
-    @validate_arguments(signals=read_signals, grace=seconds)
+    @validate_arguments(signals=read_signals, grace=parse_seconds)
     def stopping(
         self,
         *,
@@ -372,7 +372,7 @@ class Run(RunView):
                 file=self.path,
             )
         self._guard = SignalGuard(
-            read_signals(signals), seconds(grace, "grace="), last=self._before_signal
+            read_signals(signals), parse_seconds(grace, "grace="), last=self._before_signal
         )
         return self._guard
 

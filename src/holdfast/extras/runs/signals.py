@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import Self
 
-from holdfast.core.quantities import shown, whole_number
+from holdfast.core.quantities import describe_value, parse_count
 from holdfast.core.signals import SignalOverride
 from holdfast.errors import BadArgument, SaveError
 
@@ -47,9 +47,9 @@ def read_signals(
             if isinstance(item, str):
                 signals.append(signal.Signals[item])
             else:
-                signals.append(signal.Signals(whole_number(item, name)))
+                signals.append(signal.Signals(parse_count(item, name)))
         except (ValueError, KeyError):  # What is no number is a ValueError, too.
-            message = f"{name} takes {accepted}, such as signal.SIGTERM, not {shown(item)}"
+            message = f"{name} takes {accepted}, such as signal.SIGTERM, not {describe_value(item)}"
             raise BadArgument(message, found=item) from None
     return tuple(dict.fromkeys(signals))
 
@@ -93,7 +93,7 @@ class SignalGuard:
                 raise SaveError(
                     f"{number.name} has a handler that is not Python's, which could not be given back; leave it out"
                 )
-            self._override.put(number)
+            self._override.install(number)
         return self
 
     def __exit__(
@@ -118,4 +118,4 @@ class SignalGuard:
 
     def _give_back(self) -> None:
         self._within = False
-        self._override.give_back()
+        self._override.restore()

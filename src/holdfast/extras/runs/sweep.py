@@ -22,9 +22,9 @@ import re
 from collections.abc import Iterable
 from datetime import datetime, timedelta
 
-from holdfast.core.keys import DATA
+from holdfast.core.keys import DATA_KEY
 from holdfast.core.options import validate_arguments
-from holdfast.core.quantities import seconds
+from holdfast.core.quantities import parse_seconds
 from holdfast.core.value import Value
 from holdfast.engine.commit.target import refusal
 from holdfast.engine.targets.bucket_claims import CLAIMS, LIFE_S, Released, release
@@ -58,7 +58,7 @@ class Swept(Value):
     """Whether they were deleted; a dry run deletes nothing."""
 
 
-@validate_arguments(grace=seconds)
+@validate_arguments(grace=parse_seconds)
 def sweep(
     path: str | os.PathLike[str],
     *,
@@ -80,9 +80,9 @@ def sweep(
     bucket, tree = bucket_of(url), listed(url)
     found = [(folder, name, one) for folder, below in tree.items() for name, one in below.items()]
     now = _now(bucket, url, (one for _, _, one in found), dry_run=dry_run)
-    before = now - timedelta(seconds=seconds(grace, "grace="))
+    before = now - timedelta(seconds=parse_seconds(grace, "grace="))
     objects = {one.key: one for _, _, one in found}
-    data = [(folder, one.key) for folder, name, one in found if DATA.fullmatch(name)]
+    data = [(folder, one.key) for folder, name, one in found if DATA_KEY.fullmatch(name)]
     groups = [
         (References(url), [key for folder, key in data if folder]),
         # Data right in the prefix may be that of a step, and named by other steps.

@@ -12,8 +12,8 @@ from itertools import repeat
 from typing import Literal
 
 from holdfast.core.notebook import card, table
-from holdfast.core.quantities import whole_number
-from holdfast.core.text import nbytes
+from holdfast.core.quantities import parse_count
+from holdfast.core.text import format_nbytes
 from holdfast.errors import NoSuchStep, StoreError
 from holdfast.extras.runs.clock import clock_of
 from holdfast.extras.runs.directory import place_for
@@ -34,7 +34,7 @@ LOOKS = 20
 
 def read_step(value: object, name: str = "step=") -> int:
     """Check the number of a step."""
-    return whole_number(value, name, least=0, most=LARGEST)
+    return parse_count(value, name, least=0, most=LARGEST)
 
 
 class RunView:
@@ -142,7 +142,8 @@ class RunView:
         ]
         rows = [
             (
-                str(fate.step.step), time.strftime("%Y-%m-%d %H:%M", time.localtime(fate.step.saved)), nbytes(fate.step.nbytes),
+                str(fate.step.step), time.strftime("%Y-%m-%d %H:%M", time.localtime(fate.step.saved)),
+                format_nbytes(fate.step.nbytes),
                 *(f"{fate.step.metrics[name]:.4g}" if name in fate.step.metrics else "" for name in metrics), fate.why,
             )
             for fate in fates

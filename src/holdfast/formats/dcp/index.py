@@ -35,7 +35,7 @@ from holdfast.core.keys import is_plain_path
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import Foreign, Source
-from holdfast.core.tiling import covers
+from holdfast.core.tiling import is_shape_tiled
 from holdfast.core.value import Value
 from holdfast.errors import (
     Corrupted,
@@ -448,7 +448,7 @@ def _check_geometry(
     filled_extents = [extent for extent in extents if 0 not in extent[1]]
     # Most tensors are one chunk.
     is_one_chunk = extents == [((0,) * len(size), size)]
-    if whole and not is_one_chunk and not covers(size, filled_extents):
+    if whole and not is_one_chunk and not is_shape_tiled(size, filled_extents):
         count = sum(math.prod(sizes) for _, sizes in filled_extents)
         raise MetadataError(
             f"{len(extents):,} chunks with {count:,} elements do not cover {list(size)} exactly once: they overlap or leave holes",

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from holdfast.core.protocols import Stamp, Store
-from holdfast.core.runtime import Sent
+from holdfast.core.runtime import PortableMethod
 from holdfast.errors import FormatError, LimitExceeded, StoreError, Truncated, Unsupported
 from holdfast.formats.dcp.schema import Item
 from holdfast.stores.virtual import ContentCache, Virtual, VirtualFile
@@ -56,11 +56,11 @@ class InflatedStore(Virtual):
     def add(self, item: Item, most: int) -> str:
         """Add an item as a file of at most `most` bytes, and give its name."""
         nbytes, read = (
-            partial(Sent(self._nbytes), item, most),
-            partial(Sent(self._read), item, most),
+            partial(PortableMethod(self._nbytes), item, most),
+            partial(PortableMethod(self._read), item, most),
         )
         return self.put(
-            VirtualFile(nbytes, read, partial(Sent(self._stamp), item)), virtual_key(item)
+            VirtualFile(nbytes, read, partial(PortableMethod(self._stamp), item)), virtual_key(item)
         )
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Foreign, Source
-from holdfast.core.runtime import renewed
+from holdfast.core.runtime import make_fork_safe
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.coalesce import HEADERS, REMOTE, coalesce
@@ -268,7 +268,7 @@ class Items:
         self._inflated = InflatedStore(source.store) if inflate else None
         self.source = source if self._inflated is None else source.with_store(self._inflated)
         """The source of the items, with compressed items as files of their own."""
-        self._locks = [renewed(threading.Lock()) for _ in range(LOCKS)]
+        self._locks = [make_fork_safe(threading.Lock()) for _ in range(LOCKS)]
         self._frames: dict[object, list[tuple[ItemFrame, ItemPlace | None]]] = {}
         """By what tells kinds of items apart: the frames of such items, with the place of a tensor's elements, counted from the
         start of the item."""
@@ -480,7 +480,7 @@ def _plain(value: object, dtype: DType, sizes: tuple[int, ...]) -> ItemPlace:
         raise Unsupported("a tensor that was saved lazily negated; load it with torch")
     (chunk,) = value.chunks
     storage, nbytes = chunk.storage, value.nbytes
-    low, high = chunk.extent(dtype)
+    low, high = chunk.byte_range(dtype)
     if high - low != nbytes:
         raise Unsupported(
             "a tensor that was saved as a view with gaps or repetitions; torch packs it before",

@@ -55,7 +55,7 @@ class ItemStorage(Storage, frozen=True, kw_only=True, eq=False):
     def ranges(self) -> tuple[tuple[str, int, int], ...]:
         return ((self.item.file, self.item.offset, self.item.stop),)
 
-    def moved(self, home: object) -> ItemStorage:
+    def with_home(self, home: object) -> ItemStorage:
         return ItemStorage(**{**asdict(self), "home": home})
 
     def __replace__(self, /, **changes: Any) -> Storage:  # noqa: ANN401  # those of a storage
@@ -95,11 +95,11 @@ class ItemChunk(Chunk, frozen=True):
     def strides(self) -> tuple[int, ...]:
         return self.storage.place.strides
 
-    def over(self, storage: Storage) -> Chunk:
+    def with_storage(self, storage: Storage) -> Chunk:
         return (
             ItemChunk(self.box, storage, 0, ())
             if isinstance(storage, ItemStorage)
-            else Chunk.over(self, storage)
+            else Chunk.with_storage(self, storage)
         )
 
     def __replace__(self, /, **changes: Any) -> Chunk:  # noqa: ANN401  # those of a chunk
@@ -198,7 +198,7 @@ class ItemTable(Table):
         return Table(self.names, kinds, kind, storage_numbers, file_storages, irregular)
 
 
-_box_at = lru_cache(1024)(Box.at)
+_box_at = lru_cache(1024)(Box.from_offsets)
 """Boxes are few: of many tensors most begin at zero, and have one of a dozen shapes."""
 
 

@@ -26,7 +26,7 @@ from msgspec import field
 
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.box import Box
-from holdfast.core.content_hash import HASH, HEAD_NBYTES, Hashed
+from holdfast.core.content_hash import HASH, HEAD_NBYTES, HashAndHead
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
@@ -252,7 +252,9 @@ class _Parts(Value, frozen=True, eq=False):
         return inside
 
 
-def recorded_chunks(chunks: Sequence[StoredChunk], algorithm: str | None) -> list[Hashed] | None:
+def recorded_chunks(
+    chunks: Sequence[StoredChunk], algorithm: str | None
+) -> list[HashAndHead] | None:
     """The hashes or heads of all chunks; None where one has neither, or the algorithm is not ours."""
     if algorithm != HASH or any(chunk.hash is None and chunk.head is None for chunk in chunks):
         return None
@@ -260,7 +262,7 @@ def recorded_chunks(chunks: Sequence[StoredChunk], algorithm: str | None) -> lis
         [None if digits is None else int(digits, 16) for digits in (chunk.hash, chunk.head)]
         for chunk in chunks
     ]
-    return [Hashed(hash, head) for hash, head in numbers]
+    return [HashAndHead(hash, head) for hash, head in numbers]
 
 
 def elements_of(tensor: LazyTensor, chunk: StoredChunk) -> LazyTensor:

@@ -79,7 +79,7 @@ class Boxes(Value, frozen=True, eq=False):
             .tolist()
         ):
             rank = len(whole[wholes[at]])
-            box = Box.at(starts[:rank, at].tolist(), sizes[:rank, at].tolist())
+            box = Box.from_offsets(starts[:rank, at].tolist(), sizes[:rank, at].tolist())
             part = irregular[at] = table.lazy_tensor(rows[at])[box.slices]
             storage[at] = IRREGULAR
             key = part.dtype, part.shape, id(part.traits)

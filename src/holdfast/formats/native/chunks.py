@@ -9,7 +9,7 @@ import numpy as np
 from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
-from holdfast.core.content_hash import HEAD_NBYTES, Hashed, hash_bytes
+from holdfast.core.content_hash import HEAD_NBYTES, HashAndHead, hash_bytes
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.table import Table
 from holdfast.core.value import Value
@@ -19,13 +19,17 @@ from holdfast.formats.safetensors.record import CRC_DIGITS
 from holdfast.formats.safetensors.schema import ADDRESSABLE
 
 
-def hash_in(sums: Mapping[str, int], label: str, nbytes: int, how: Hashing | None) -> Hashed | None:
+def hash_in(
+    sums: Mapping[str, int], label: str, nbytes: int, how: Hashing | None
+) -> HashAndHead | None:
     """The hash of written data, by its label; None where it is not hashed. Without bytes there is no data segment."""
     if how is None or not nbytes:
         return None if how is None else hash_bytes(b"")
     if how == "head":
-        return Hashed(None, sums[label + HEAD_KEY])
-    return Hashed(sums[label + HASH_KEY], sums[label + HEAD_KEY] if nbytes > HEAD_NBYTES else None)
+        return HashAndHead(None, sums[label + HEAD_KEY])
+    return HashAndHead(
+        sums[label + HASH_KEY], sums[label + HEAD_KEY] if nbytes > HEAD_NBYTES else None
+    )
 
 
 def hash_tails(
@@ -48,7 +52,7 @@ def hash_tails(
     ]
 
 
-def hash_digits(hashed: Hashed | None) -> tuple[str | None, str | None]:
+def hash_digits(hashed: HashAndHead | None) -> tuple[str | None, str | None]:
     hash, head = (None, None) if hashed is None else hashed
     return None if hash is None else f"{hash:032x}", None if head is None else f"{head:08x}"
 

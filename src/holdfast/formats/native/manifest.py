@@ -20,7 +20,7 @@ from holdfast.core.content_hash import HASH
 from holdfast.core.crc import crc32
 from holdfast.core.documents import SEAL_NBYTES, seal_pieces
 from holdfast.core.limits import DEFAULTS
-from holdfast.core.strict_json import as_keys, paid_nbytes
+from holdfast.core.strict_json import encode_keys, required_nbytes
 from holdfast.core.value import Value
 from holdfast.engine.saves import FilePlan, Late, Literal, join_pieces
 from holdfast.errors import CannotHold
@@ -154,7 +154,7 @@ def lay_out_index(
     text = chunks.write_text()
     containers = text.count(b"[") + text.count(b"{")
     nbytes = len(raw) - 1 + len(text) + tails_nbytes + SEAL_NBYTES
-    nbytes = max(nbytes, paid_nbytes(raw, containers))
+    nbytes = max(nbytes, required_nbytes(raw, containers))
     most = DEFAULTS.index_nbytes
     if nbytes > most:
         raise CannotHold(CANNOT, [f"the manifest would have {nbytes:,} bytes, more than {most:,}"])
@@ -285,7 +285,7 @@ class _Chunks:
     def _write_batch(self, first: int, last: int) -> bytes:
         """Write the tensors of a range, which has some."""
         low, high = self._heads[first], self._heads[last]
-        quote, keys = as_keys(self._names[first:last])
+        quote, keys = encode_keys(self._names[first:last])
         openings = [f"{quote}{_opening(*kind)}" for kind in self._kinds]
         begin = f"{ENDING},{quote}"
         before = [NEXT] * (high - low)

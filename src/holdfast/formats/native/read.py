@@ -27,14 +27,14 @@ from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.crc import crc32
 from holdfast.core.documents import check_length, parse_crc
 from holdfast.core.dtype import DTYPES, DType
-from holdfast.core.keys import sibling_key
+from holdfast.core.keys import parse_sibling_key
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description, Source
-from holdfast.core.runtime import copied_together
-from holdfast.core.strict_json import pointer, quoted
+from holdfast.core.runtime import copy_compactly
+from holdfast.core.strict_json import format_pointer, quote
 from holdfast.core.table import IRREGULAR, RowKind, StoredFile, Table
 from holdfast.core.tensor import PLAIN, LazyTensor
-from holdfast.core.tiling import columns_cover, tiles
+from holdfast.core.tiling import is_shape_tiled_by_columns, is_tiled_by
 from holdfast.core.value import Value, replace
 from holdfast.engine.files import FileStorages
 from holdfast.errors import (
@@ -98,7 +98,7 @@ class Stored(Value, frozen=True, eq=False):
 
 def stored_tensors(manifest: Parsed, source: Source) -> Stored:
     # While all else is there: what is freed later has gaps, and the copies are not to lie in these.
-    names, tensors = copied_together([*manifest.tensors]), [*manifest.tensors.values()]
+    names, tensors = copy_compactly([*manifest.tensors]), [*manifest.tensors.values()]
     # The manifest was checked: a chunk that has no box is the whole tensor, and has as many bytes as its elements take.
     rows = [
         row
@@ -180,7 +180,7 @@ def _irregular_tensors(
 def dtype_named(name: str) -> DType:
     dtype = DTYPES.name(name)
     if dtype is None:  # the check has looked every name up
-        raise HeaderError(f"there is no dtype {quoted(name)}")
+        raise HeaderError(f"there is no dtype {quote(name)}")
     return dtype
 
 
@@ -342,7 +342,7 @@ def read_manifest(source: Source) -> Parsed:
         present = set(source.store.list()) if local else set()
         missing = [file.name for file in local if file.name not in present]
         if missing:
-            shown = ", ".join(map(quoted, missing[:5]))
+            shown = ", ".join(map(quote, missing[:5]))
             raise StoreError(
                 f"the manifest names files that are not there: {shown}", found=tuple(missing)
             )
@@ -370,22 +370,26 @@ def check_names(
     seen: set[str] = {file.name for file in files[:first]}
     for i, file in enumerate(files[first:]):
         name = file.name
-        if reaches is not None and sibling_key(name):
+        if reaches is not None and parse_sibling_key(name):
             if not reaches(name):
                 told = "a step that shares data with others beside it opens in its bucket alone; `holdfast cp` makes it whole"
                 raise UnsafePath(
-                    f"at {pointer(field, i, 'name')}: {quoted(name)}: {told}", found=name
+                    f"at {format_pointer(field, i, 'name')}: {quote(name)}: {told}", found=name
                 )
         elif not name or name.startswith(".") or any(sign in name for sign in "/\\\0"):
-            at = pointer(field, i, "name")
+            at = format_pointer(field, i, "name")
             raise UnsafePath(
-                f"at {at}: {quoted(name)} is not the plain name of a file in the directory",
+                f"at {at}: {quote(name)} is not the plain name of a file in the directory",
                 found=name,
             )
         if name in seen or name == MANIFEST:
-            raise HeaderError(f"at {pointer(field, i, 'name')}: {quoted(name)} is there already")
+            raise HeaderError(
+                f"at {format_pointer(field, i, 'name')}: {quote(name)} is there already"
+            )
         if not 0 <= file.nbytes <= ADDRESSABLE:
-            raise HeaderError(f"at {pointer(field, i, 'nbytes')}: {file.nbytes} is no length")
+            raise HeaderError(
+                f"at {format_pointer(field, i, 'nbytes')}: {file.nbytes} is no length"
+            )
         seen.add(name)
 
 
@@ -420,7 +424,7 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
             if chunk.hash is not None or chunk.head is not None:
                 _check_hash(name, manifest, number)
             if chunk.sparse is not msgspec.UNSET:
-                place = pointer("tensors", name, "chunks", number, "sparse")
+                place = format_pointer("tensors", name, "chunks", number, "sparse")
                 raise Unsupported(
                     f"at {place}: this tensor is stored packed, as its non-zero elements and their"
                     " positions, which only earlier versions of Holdfast read; save the checkpoint"
@@ -436,13 +440,15 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
             if not CRC.match(chunk.crc32):
                 _refuse(
                     name,
-                    f"{quoted(chunk.crc32)} is no CRC-32 in eight digits",
+                    f"{quote(chunk.crc32)} is no CRC-32 in eight digits",
                     "chunks",
                     number,
                     "crc32",
                 )
             ranges += (file, start, stop)
-        if several and not tiles(Box.whole(shape), (box_of(stored, chunk) for chunk in chunks)):
+        if several and not is_tiled_by(
+            Box.whole(shape), (box_of(stored, chunk) for chunk in chunks)
+        ):
             _lie(name, f"{len(chunks):,} chunks do not cover {list(shape)} exactly once", "chunks")
     places = np.array(ranges, np.int64).reshape(-1, 3)
     if not cut or not _follow(cut, places, manifest):
@@ -489,7 +495,7 @@ def _check_columns(
         _refuse(
             name, "columns of different lengths, or with numbers that no chunk can have", "columns"
         )
-    if (found.starts > found.stops).any() or not columns_cover(
+    if (found.starts > found.stops).any() or not is_shape_tiled_by_columns(
         stored.shape, found.starts, found.stops
     ):
         _lie(
@@ -539,7 +545,7 @@ def _box_nbytes(name: str, stored: StoredTensor, number: int, *, bits: int) -> i
             "chunks",
             number,
         )
-    if len(stored.chunks) == 1 and not tiles(Box.whole(stored.shape), [Box(start, stop)]):
+    if len(stored.chunks) == 1 and not is_tiled_by(Box.whole(stored.shape), [Box(start, stop)]):
         _lie(name, f"one chunk does not cover {list(stored.shape)}", "chunks")
     return (Box(start, stop).count * bits + 7) // 8
 
@@ -550,12 +556,10 @@ def _check_hash(name: str, manifest: Parsed, number: int) -> None:
         _refuse(name, "a hash needs a manifest that names its algorithm", "chunks", number)
     if chunk.hash is not None and not HASH.match(chunk.hash):
         _refuse(
-            name, f"{quoted(chunk.hash)} is no hash in hexadecimal digits", "chunks", number, "hash"
+            name, f"{quote(chunk.hash)} is no hash in hexadecimal digits", "chunks", number, "hash"
         )
     if chunk.head is not None and not CRC.match(chunk.head):
-        _refuse(
-            name, f"{quoted(chunk.head)} is no CRC-32 in eight digits", "chunks", number, "head"
-        )
+        _refuse(name, f"{quote(chunk.head)} is no CRC-32 in eight digits", "chunks", number, "head")
 
 
 def _check_apart(places: Ints, manifest: Parsed) -> None:
@@ -581,10 +585,11 @@ def _check_apart(places: Ints, manifest: Parsed) -> None:
 
 def _explain(name: str, stored: StoredTensor, limits: Limits) -> NoReturn:
     if stored.dtype not in BITS:
-        _refuse(name, f"there is no dtype {quoted(stored.dtype)}", "dtype")
+        _refuse(name, f"there is no dtype {quote(stored.dtype)}", "dtype")
     if len(stored.shape) > limits.rank:
         raise LimitExceeded(
-            f"at {pointer('tensors', name, 'shape')}: {len(stored.shape):,} dimensions are more than Limits(rank={limits.rank})",
+            f"at {format_pointer('tensors', name, 'shape')}: {len(stored.shape):,} dimensions are more than "
+            f"Limits(rank={limits.rank})",
             tensor=name,
             expected=limits.rank,
             found=len(stored.shape),
@@ -623,8 +628,8 @@ def _explain_chunk(
 
 
 def _refuse(name: str, found: str, *steps: str | int) -> NoReturn:
-    raise HeaderError(f"at {pointer('tensors', name, *steps)}: {found}", tensor=name)
+    raise HeaderError(f"at {format_pointer('tensors', name, *steps)}: {found}", tensor=name)
 
 
 def _lie(name: str, found: str, *steps: str | int) -> NoReturn:
-    raise MetadataError(f"at {pointer('tensors', name, *steps)}: {found}", tensor=name)
+    raise MetadataError(f"at {format_pointer('tensors', name, *steps)}: {found}", tensor=name)

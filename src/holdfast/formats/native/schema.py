@@ -26,7 +26,7 @@ from holdfast.core.documents import (
     write_document,
 )
 from holdfast.core.limits import Limits
-from holdfast.core.strict_json import json_limits, parse_parts
+from holdfast.core.strict_json import json_limits, parse_values
 from holdfast.core.value import Value
 from holdfast.errors import Unsupported
 from holdfast.formats.recorded import Recorded, parse_recorded
@@ -164,7 +164,7 @@ def parse_manifest(raw: bytes, limits: Limits) -> Parsed:
     found = read_document(DOCUMENT, raw, deep)
     fields = {name: getattr(found, name) for name in RECORDED}
     parts = {name: bytes(text) for name, text in fields.items() if text is not msgspec.UNSET}
-    given = parse_parts(parts, deep, nbytes=len(raw))
+    given = parse_values(parts, deep, nbytes=len(raw))
     others = () if isinstance(found.others, msgspec.UnsetType) else found.others
     hash = None if isinstance(found.hash, msgspec.UnsetType) else found.hash
     return Parsed(

@@ -15,11 +15,11 @@ import numpy as np
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
-from holdfast.core.crc import crc32, rest_of
+from holdfast.core.crc import compute_second_crc, crc32
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Description, Source, Stamp, Store
-from holdfast.core.runtime import Sent, renewed
+from holdfast.core.runtime import PortableMethod, make_fork_safe
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import LONE_TENSOR_NAME
 from holdfast.engine.files import ViewTable
@@ -82,9 +82,12 @@ class InflatedMembers(Virtual):
                 f"Limits(inflation={self._limits.inflation}) allows; raise it if you trust the file",
                 file=key, offset=record.start, expected=most, found=record.content_nbytes,
             )  # fmt: skip
-        nbytes, read = record.content_nbytes, partial(Sent(self._read), key, record)
+        nbytes, read = record.content_nbytes, partial(PortableMethod(self._read), key, record)
         entry = VirtualFile(
-            nbytes, read, partial(Sent(self._stamp), key, record), read_nbytes=record.nbytes
+            nbytes,
+            read,
+            partial(PortableMethod(self._stamp), key, record),
+            read_nbytes=record.nbytes,
         )
         return self.put(entry, member_key(key, record))
 
@@ -141,7 +144,7 @@ class InflatedMembers(Virtual):
 
 
 def _locks() -> list[threading.Lock]:
-    return [renewed(threading.Lock()) for _ in range(LOCKS)]
+    return [make_fork_safe(threading.Lock()) for _ in range(LOCKS)]
 
 
 def _inflated(stream: zlib._Decompress, packed: bytes, most: int) -> bytes | None:
@@ -248,7 +251,7 @@ class Members:
         except Unsupported as error:
             return Opaque(Global("numpy", "ndarray"), (error.message,))
         start, nbytes = layout.data_start, layout.nbytes
-        crc = None if record.crc32 is None else rest_of(record.crc32, header_crc, nbytes)
+        crc = None if record.crc32 is None else compute_second_crc(record.crc32, header_crc, nbytes)
         if self._inflated is None or record.stored:
             key, start = self._key, record.start + start
         else:

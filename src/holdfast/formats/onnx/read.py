@@ -25,7 +25,7 @@ from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.keys import check_key
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Description, Source, Stamp, Store
-from holdfast.core.runtime import Sent
+from holdfast.core.runtime import PortableMethod
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.files import ViewTable
 from holdfast.errors import (
@@ -438,8 +438,10 @@ class DecodedVarints(Virtual):
         """Add the tensor whose numbers are in a field, and return its key."""
         unit = min(max(dtype.bits // 8, 1), 8)
         is_signed = dtype.kind == "int"
-        read = partial(Sent(self._read), part, count, unit, is_signed)
-        entry = VirtualFile(count * unit, read, Sent(self._stamp), read_nbytes=part.nbytes)
+        read = partial(PortableMethod(self._read), part, count, unit, is_signed)
+        entry = VirtualFile(
+            count * unit, read, PortableMethod(self._stamp), read_nbytes=part.nbytes
+        )
         return self.put(entry, f"{self._model_key}@{part.start}")
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from itertools import chain
 
 from holdfast.core.chunk import Storage
 from holdfast.core.protocols import Description, Source, Store
-from holdfast.core.runtime import copied_together
+from holdfast.core.runtime import copy_compactly
 from holdfast.core.table import RowKind, StoredFile, Table
 from holdfast.core.tensor import NO_CRC
 from holdfast.core.value import Value
@@ -134,7 +134,7 @@ def read_header(source: Source, key: str) -> Header:
     return Header(
         key,
         data_start,
-        copied_together([*document.entries]),
+        copy_compactly([*document.entries]),
         metadata,
         columns,
         record,

@@ -51,9 +51,16 @@ from holdfast.core.documents import (
 )
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source
-from holdfast.core.strict_json import json_limits, kind, paid_nbytes, parse, pointer, quoted
+from holdfast.core.strict_json import (
+    describe_json,
+    format_pointer,
+    json_limits,
+    parse,
+    quote,
+    required_nbytes,
+)
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.tiling import tiles
+from holdfast.core.tiling import is_tiled_by
 from holdfast.core.value import replace
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError, error_context
 from holdfast.formats.safetensors.schema import (
@@ -134,7 +141,7 @@ class RecordText:
         raw = msgspec.json.encode(
             {"version": VERSION, "of": of, "texts": texts_fingerprint(texts), **fields}
         )
-        self._nbytes = paid_nbytes(raw)
+        self._nbytes = required_nbytes(raw)
         self._quote = b"" if tensors is None else b'"'
         self.opening = raw[:-1] if tensors is None else raw[:-1] + b',"crc32":"'
         self._crc = crc32(self.opening)
@@ -169,7 +176,7 @@ def read_record(
         return NO_RECORD
     try:
         if not isinstance(text, str):
-            raise HeaderError(f"expected text, found {kind(text)}")
+            raise HeaderError(f"expected text, found {describe_json(text)}")
         return _read(text.encode("utf-8"), content, texts, header=header, limits=limits)
     except (Corrupted, HeaderError, LimitExceeded) as error:
         error.args = (f"in __metadata__.{RECORD}: {error.message}",)
@@ -188,7 +195,7 @@ def _read(
     sealed = check_seal(raw, "the record")
     document = parse(raw, json_limits(limits))
     if not isinstance(document, dict):
-        raise HeaderError(f"at $: expected an object, found {kind(document)}")
+        raise HeaderError(f"at $: expected an object, found {describe_json(document)}")
     version, of = document.get("version"), document.get("of")
     if type(version) is not int or not isinstance(of, str):
         raise HeaderError("at $: expected a version and what the record is of")
@@ -206,10 +213,12 @@ def _read(
     allowed = {"version", "of", *later, *RECORDED_FIELDS, *(("crc32",) if header else ())}
     for name in document:
         if name not in allowed:
-            raise HeaderError(f"at {pointer(name)}: a record has no such field")
+            raise HeaderError(f"at {format_pointer(name)}: a record has no such field")
     rest, then = document.get("rest"), document.get("texts")
     if not isinstance(rest, str | None):
-        raise HeaderError(f"at {pointer('rest')}: expected text, found {kind(rest)}")
+        raise HeaderError(
+            f"at {format_pointer('rest')}: expected text, found {describe_json(rest)}"
+        )
     crcs = _checksums(document.get("crc32"), content) if header else ()
     recorded = None
     if not document.keys().isdisjoint(RECORDED_FIELDS):
@@ -236,7 +245,7 @@ def _look_elsewhere(content: Mapping[str, object], texts: Mapping[str, object]) 
             and f'"of":"{fingerprint(content)}"' in text[:64]
         ):
             message = (
-                f"the record of Holdfast stands under __metadata__.{quoted(name)} and not under {RECORD}: the header changed after "
+                f"the record of Holdfast stands under __metadata__.{quote(name)} and not under {RECORD}: the header changed after "
                 "it was written; get the file again"
             )
             raise Corrupted(message, expected=RECORD, found=name)
@@ -249,7 +258,9 @@ def _checksums(digits: object, names: Mapping[str, object]) -> array[int]:
         or not HEX.issuperset(digits)
     ):
         expected = f"{CRC_DIGITS} digits for each of {len(names):,} tensors"
-        raise HeaderError(f"at {pointer('crc32')}: expected {expected}, found {kind(digits)}")
+        raise HeaderError(
+            f"at {format_pointer('crc32')}: expected {expected}, found {describe_json(digits)}"
+        )
     return array("q", np.frombuffer(bytes.fromhex(digits), ">u4").astype(np.int64).tobytes())
 
 
@@ -274,7 +285,8 @@ def saved_offsets(header: Header, limits: Limits) -> dict[str, tuple[int, ...]]:
             ) from None
     if not isinstance(info, dict):
         raise HeaderError(
-            f"in __metadata__.{SHARDING_INFO}: expected an object, found {kind(info)}", file=key
+            f"in __metadata__.{SHARDING_INFO}: expected an object, found {describe_json(info)}",
+            file=key,
         )
     return {name: _offsets(header, name, value) for name, value in info.items()}
 
@@ -297,9 +309,11 @@ def join(name: str, pieces: Sequence[tuple[Header, tuple[int, ...]]], source: So
             )
             raise MetadataError(message, file=header.key, tensor=name)
         storage = header.storage(name, source.store)
-        chunks.append(Chunk(Box.at(offsets, shape), storage, 0, c_strides(shape, dtype.bits)))
+        chunks.append(
+            Chunk(Box.from_offsets(offsets, shape), storage, 0, c_strides(shape, dtype.bits))
+        )
     whole = Box.whole([max(chunk.box.stop[d] for chunk in chunks) for d in range(rank)])
-    if not addressable(whole.shape, dtype.bits) or not tiles(
+    if not addressable(whole.shape, dtype.bits) or not is_tiled_by(
         whole, (chunk.box for chunk in chunks)
     ):
         stored = sum(chunk.box.count for chunk in chunks)
@@ -315,14 +329,14 @@ def join(name: str, pieces: Sequence[tuple[Header, tuple[int, ...]]], source: So
 
 
 def _offsets(header: Header, name: str, value: object) -> tuple[int, ...]:
-    place = f"in __metadata__.{SHARDING_INFO} at {pointer(name)}"
+    place = f"in __metadata__.{SHARDING_INFO} at {format_pointer(name)}"
     if name not in header.positions:
         raise MetadataError(
-            f"{place}: the file has no tensor {quoted(name)}", file=header.key, tensor=name
+            f"{place}: the file has no tensor {quote(name)}", file=header.key, tensor=name
         )
     offsets = value.get(OFFSETS) if isinstance(value, dict) else None
     if not isinstance(offsets, list):
-        found = kind(value)
+        found = describe_json(value)
         raise HeaderError(
             f"{place}: expected an object with {OFFSETS}, found {found}",
             file=header.key,
@@ -330,9 +344,11 @@ def _offsets(header: Header, name: str, value: object) -> tuple[int, ...]:
         )
     for i, offset in enumerate(offsets):
         if type(offset) is not int or not 0 <= offset <= ADDRESSABLE:
-            place = f"in __metadata__.{SHARDING_INFO} at {pointer(name, OFFSETS, i)}"
+            place = f"in __metadata__.{SHARDING_INFO} at {format_pointer(name, OFFSETS, i)}"
             raise HeaderError(
-                f"{place}: expected a place, found {kind(offset)}", file=header.key, tensor=name
+                f"{place}: expected a place, found {describe_json(offset)}",
+                file=header.key,
+                tensor=name,
             )
     if len(offsets) != (rank := len(header.entry(name).shape)):
         raise MetadataError(

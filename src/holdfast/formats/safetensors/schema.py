@@ -28,7 +28,7 @@ import msgspec
 
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
-from holdfast.core.strict_json import kind, parse, pointer, quoted
+from holdfast.core.strict_json import describe_json, format_pointer, parse, quote
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, Truncated
 
@@ -130,7 +130,7 @@ def parse_exact(raw: bytes, limits: Limits, *, file: str | None = None) -> Docum
     The meaning of the numbers is not checked.
     """
     if raw[:1] != b"{":
-        message = f"a header must begin with {{, not with {quoted(raw[:1].decode('latin-1'))}"
+        message = f"a header must begin with {{, not with {quote(raw[:1].decode('latin-1'))}"
         raise HeaderError(message, file=file, offset=PREFIX_NBYTES)
     end = len(raw.rstrip(b" "))
     if raw[end - 1 : end] != b"}":
@@ -167,7 +167,7 @@ def _entry(name: str, value: object, file: str | None) -> HeaderEntry:
     for field in FIELDS:
         if field not in value:
             raise HeaderError(
-                f"at {pointer(name)}: the field {field} is missing",
+                f"at {format_pointer(name)}: the field {field} is missing",
                 file=file,
                 tensor=name,
                 offset=PREFIX_NBYTES,
@@ -194,9 +194,14 @@ def _integers(name: str, field: str, value: object, *, file: str | None) -> tupl
 def _wrong(
     expected: str, value: object, file: str | None, name: str | None, *steps: str | int
 ) -> HeaderError:
-    message = f"at {pointer(*steps)}: expected {expected}, found {kind(value)}"
+    message = f"at {format_pointer(*steps)}: expected {expected}, found {describe_json(value)}"
     return HeaderError(
-        message, file=file, tensor=name, offset=PREFIX_NBYTES, expected=expected, found=kind(value)
+        message,
+        file=file,
+        tensor=name,
+        offset=PREFIX_NBYTES,
+        expected=expected,
+        found=describe_json(value),
     )
 
 
@@ -339,10 +344,10 @@ def _check_sorted(entries: Mapping[str, HeaderEntry], file: str | None) -> int:
         begin, end = entry.data_offsets
         if begin != position:
             if begin < position:
-                found = f"overlaps tensor {quoted(before)}, which ends at {position:,}"
+                found = f"overlaps tensor {quote(before)}, which ends at {position:,}"
             else:
                 found = f"leaves a hole after byte {position:,} of the data"
-            message = f"at {pointer(name, 'data_offsets', 0)}: {begin:,} {found}"
+            message = f"at {format_pointer(name, 'data_offsets', 0)}: {begin:,} {found}"
             raise HeaderError(
                 message,
                 file=file,
@@ -359,9 +364,9 @@ def _explain(name: str, entry: HeaderEntry, limits: Limits, *, file: str | None)
     begin, end = entry.data_offsets
     bits = BITS.get(entry.dtype)
     if bits is None:
-        _refuse(name, ("dtype",), f"there is no dtype {quoted(entry.dtype)}", file=file)
+        _refuse(name, ("dtype",), f"there is no dtype {quote(entry.dtype)}", file=file)
     if len(entry.shape) > limits.rank:
-        message = f"at {pointer(name, 'shape')}: {len(entry.shape):,} dimensions are more than Limits(rank={limits.rank})"
+        message = f"at {format_pointer(name, 'shape')}: {len(entry.shape):,} dimensions are more than Limits(rank={limits.rank})"
         raise LimitExceeded(
             message,
             file=file,
@@ -407,5 +412,5 @@ def _shown(number: int) -> str:
 
 
 def _refuse(name: str, steps: tuple[str | int, ...], found: str, *, file: str | None) -> NoReturn:
-    message = f"at {pointer(name, *steps)}: {found}"
+    message = f"at {format_pointer(name, *steps)}: {found}"
     raise HeaderError(message, file=file, tensor=name, offset=PREFIX_NBYTES)

@@ -32,7 +32,7 @@ from holdfast.core.documents import BLANK, OPENING
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
-from holdfast.core.strict_json import NO_UNICODE, is_unicode
+from holdfast.core.strict_json import INVALID_UNICODE, is_unicode
 from holdfast.core.table import RowKind, Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import name_at, walk
@@ -205,7 +205,7 @@ def fill_shards(nbytes: Ints, max_nbytes: int) -> list[range]:
 def name_problem(name: str) -> str | None:
     if name == METADATA:
         return "this name has another meaning in safetensors; rename it"
-    return None if is_unicode(name) else NO_UNICODE
+    return None if is_unicode(name) else INVALID_UNICODE
 
 
 def size_problem(tensor: LazyTensor) -> str | None:

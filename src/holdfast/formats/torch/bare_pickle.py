@@ -25,7 +25,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Description, Foreign, Source, Stamp, Store
-from holdfast.core.runtime import Sent
+from holdfast.core.runtime import PortableMethod
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.errors import FormatError, HoldfastError, PickleError, Truncated, UnknownFormat
@@ -136,7 +136,10 @@ class DecodedBytes(Virtual):
         self._store, self._pickle_key = store, key
         self._content = bytearray()
         self.key = self.put(
-            VirtualFile(Sent(self._count), Sent(self._read), Sent(self._stamp)), f"{key}@decoded"
+            VirtualFile(
+                PortableMethod(self._count), PortableMethod(self._read), PortableMethod(self._stamp)
+            ),
+            f"{key}@decoded",
         )
 
     def add(self, content: bytes) -> int:

@@ -115,7 +115,7 @@ def sparse_class(name: str) -> Row:
     def reduce(table: BuildingTable, args: Args) -> object:
         indices, values, size = arity(args, 3, 3, "a sparse tensor class")
         parts = tensors(table, {"indices": indices, "values": values}, "a sparse tensor")
-        if DTYPES.given(parts["values"].dtype) is not row:
+        if DTYPES.from_any(parts["values"].dtype) is not row:
             raise PickleError(
                 "a sparse tensor class with values of another type", found=type(values).__name__
             )
@@ -225,7 +225,7 @@ def quantized(table: BuildingTable, args: Args) -> object:
         parts |= tensors(
             table, {"scales": rest[0], "zero_points": rest[1]}, "a per-channel quantiser"
         )
-        zeros = DTYPES.given(parts["zero_points"].dtype)
+        zeros = DTYPES.from_any(parts["zero_points"].dtype)
         # torch writes per_channel_affine for both kinds. The dtype of the zero points makes the difference (2.13).
         floating = scheme == "per_channel_affine" and zeros is not None and zeros.kind == "float"
         attributes = {

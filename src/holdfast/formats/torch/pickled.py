@@ -26,7 +26,7 @@ from functools import lru_cache
 from msgspec import Struct
 
 from holdfast.core.box import Box
-from holdfast.core.chunk import Chunk, Storage, c_strides, in_c_order
+from holdfast.core.chunk import Chunk, Storage, c_strides, is_c_ordered
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.sharing import overlaps
 from holdfast.core.table import RowKind
@@ -79,7 +79,7 @@ class StorageRecord(Struct, eq=False):
         """The range of bits of the source storage that the record holds, for tensors of one chunk."""
         if not self.whole:
             return self.base, self.high
-        start, stop = self.sample.chunks[0].extent(self.sample.dtype)
+        start, stop = self.sample.chunks[0].byte_range(self.sample.dtype)
         return start * 8, stop * 8
 
     @property
@@ -111,7 +111,7 @@ class StorageRecord(Struct, eq=False):
             or self.high - self.base != math.prod(sample.shape) * bits
         ):
             return False
-        return in_c_order(sample.shape, chunk.strides, bits) and not (
+        return is_c_ordered(sample.shape, chunk.strides, bits) and not (
             sample.traits.conj or sample.traits.neg
         )
 

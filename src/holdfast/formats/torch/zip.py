@@ -19,7 +19,7 @@ from msgspec import field
 from holdfast.core.chunk import Storage
 from holdfast.core.leaves import name_tensors
 from holdfast.core.protocols import Description, Foreign, Source
-from holdfast.core.runtime import copied_together
+from holdfast.core.runtime import copy_compactly
 from holdfast.core.value import Value
 from holdfast.engine.files import ViewTable
 from holdfast.errors import (
@@ -179,7 +179,7 @@ class PickleReader:
         if type(value) is dict and {*map(type, value)} == {str}:
             # Names lie in memory between the tensors that were made with them. Copied now, while the tensors are there, the names
             # do not hold that memory when the tensors go. The dict stays the same object, because it may contain itself.
-            names, values = copied_together([*value]), [*value.values()]
+            names, values = copy_compactly([*value]), [*value.values()]
             value.clear()
             value.update(zip(names, values, strict=True))
         return value, record.nbytes

@@ -17,7 +17,7 @@ import numpy as np
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Device, Global, Size
 from holdfast.core.protocols import Source
-from holdfast.core.strict_json import kind, pointer, quoted
+from holdfast.core.strict_json import describe_json, format_pointer, quote
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import Way, path_to
 from holdfast.core.value import replace
@@ -63,7 +63,7 @@ class Decoder:
             if TAG in value:
                 found = READERS.get(tag) if isinstance(tag := value[TAG], str) else None
                 if found is None:
-                    refuse(f"there is no tag {kind(tag)}", (at, TAG))
+                    refuse(f"there is no tag {describe_json(tag)}", (at, TAG))
                 read, required, optional = found
                 if len(value) != 1 + len(required) or not value.keys() >= {*required}:
                     check_fields(value, at, required, optional)
@@ -116,7 +116,7 @@ class Decoder:
         place: Way = (at, "items")
         for i, pair in enumerate(self.many(fields, "items", at)):
             if not isinstance(pair, list) or len(pair) != 2:
-                refuse(f"expected a pair, found {kind(pair)}", (place, i))
+                refuse(f"expected a pair, found {describe_json(pair)}", (place, i))
             key = self.key(pair[0], len(target), ((place, i), 0))
             if key in target:
                 refuse("a key that was there before", ((place, i), 0))
@@ -144,7 +144,7 @@ class Decoder:
     def many(self, fields: Fields, field: str, at: Way) -> list[object]:
         values = fields.get(field)
         if not isinstance(values, list):
-            refuse(f"expected a list, found {kind(values)}", (at, field))
+            refuse(f"expected a list, found {describe_json(values)}", (at, field))
         return values
 
     def values(self, fields: Fields, field: str, at: Way) -> list[object]:
@@ -155,20 +155,20 @@ class Decoder:
     def text(self, fields: Fields, field: str, at: Way) -> str:
         value = fields.get(field)
         if not isinstance(value, str):
-            refuse(f"expected text, found {kind(value)}", (at, field))
+            refuse(f"expected text, found {describe_json(value)}", (at, field))
         return value
 
     def any_text(self, fields: Fields, field: str, at: Way) -> str:
         """Text that may have been tagged because it is not Unicode."""
         value = self.node(fields.get(field), (at, field))
         if not isinstance(value, str):
-            refuse(f"expected text, found {kind(fields.get(field))}", (at, field))
+            refuse(f"expected text, found {describe_json(fields.get(field))}", (at, field))
         return value
 
     def integer(self, fields: Fields, field: str, at: Way) -> int | None:
         value = self.node(fields.get(field), (at, field))
         if value is not None and type(value) is not int:
-            refuse(f"expected an integer, found {kind(fields.get(field))}", (at, field))
+            refuse(f"expected an integer, found {describe_json(fields.get(field))}", (at, field))
         return value
 
     def shape(self, fields: Fields, at: Way) -> tuple[int, ...]:
@@ -187,7 +187,7 @@ class Decoder:
             return traits
         for flag in FLAGS:
             if fields.get(flag, True) is not True:
-                refuse(f"expected true, found {kind(fields[flag])}", (at, flag))
+                refuse(f"expected true, found {describe_json(fields[flag])}", (at, flag))
         subclass = self.node(fields.get("subclass"), (at, "subclass"))
         if "subclass" in fields and not isinstance(subclass, Global):
             refuse("expected a global", (at, "subclass"))
@@ -202,7 +202,7 @@ class Decoder:
 
 
 def shown(at: Way) -> str:
-    return pointer(*path_to(at))
+    return format_pointer(*path_to(at))
 
 
 def refuse(reason: str, at: Way) -> NoReturn:
@@ -217,7 +217,7 @@ def check_fields(
             refuse(f"the field {field} is missing", at)
     for field in fields:
         if field != TAG and field not in required and field not in optional:
-            refuse(f"{quoted(str(fields[TAG]))} has no such field", (at, field))
+            refuse(f"{quote(str(fields[TAG]))} has no such field", (at, field))
 
 
 FLAVOURS: dict[object, type[PurePosixPath | PureWindowsPath]] = {
@@ -229,7 +229,7 @@ FLAVOURS: dict[object, type[PurePosixPath | PureWindowsPath]] = {
 def read_tensor(d: Decoder, fields: Fields, at: Way) -> object:
     name = d.text(fields, "name", at)
     if name in d.tensors:
-        refuse(f"the tensor {quoted(name)} stands in the tree twice", (at, "name"))
+        refuse(f"the tensor {quote(name)} stands in the tree twice", (at, "name"))
     if "dtype" in fields or "shape" in fields:
         tensor = LazyTensor(
             name,
@@ -243,14 +243,14 @@ def read_tensor(d: Decoder, fields: Fields, at: Way) -> object:
         try:
             tensor = d.find(name)
         except KeyError:
-            refuse(f"there is no tensor {quoted(name)}", (at, "name"))
+            refuse(f"there is no tensor {quote(name)}", (at, "name"))
     d.tensors[name] = tensor  # the place in the order, before tensors in attributes
     traits = d.traits(tensor.traits, fields, at)
     if "blocks" in fields:
         blocks = BLOCK_TYPES.get(kind := d.text(fields, "blocks", at))
         if blocks is None or tensor.dtype != "uint8" or blocks.decoded_shape(tensor.shape) is None:
             refuse(
-                f"{tensor.dtype} {list(tensor.shape)} is not in blocks of {quoted(kind)}",
+                f"{tensor.dtype} {list(tensor.shape)} is not in blocks of {quote(kind)}",
                 (at, "blocks"),
             )
         traits = replace(traits, blocks=blocks.name)
@@ -264,7 +264,7 @@ def read_composite(d: Decoder, fields: Fields, at: Way) -> object:
     for field in ("parts", "attributes"):
         value = fields[field]
         if not isinstance(value, dict):
-            refuse(f"expected an object, found {kind(value)}", (at, field))
+            refuse(f"expected an object, found {describe_json(value)}", (at, field))
         objects[field] = {
             name: d.node(inside, ((at, field), name)) for name, inside in value.items()
         }
@@ -285,7 +285,7 @@ def read_ordered_dict(d: Decoder, fields: Fields, at: Way) -> object:
     if "metadata" in fields:
         metadata = d.node(fields["metadata"], (at, "metadata"))
         if not isinstance(metadata, dict):
-            refuse(f"expected a dict, found {kind(fields['metadata'])}", (at, "metadata"))
+            refuse(f"expected a dict, found {describe_json(fields['metadata'])}", (at, "metadata"))
         vars(made)["_metadata"] = metadata
     return made
 
@@ -294,7 +294,7 @@ def read_defaultdict(d: Decoder, fields: Fields, at: Way) -> object:
     name = fields["filler"]
     fillers: dict[str, Callable[[], object]] = {"OrderedDict": OrderedDict, **PLAIN_TYPES}
     if name is not None and (not isinstance(name, str) or name not in fillers):
-        refuse(f"expected the name of a plain type, found {kind(name)}", (at, "filler"))
+        refuse(f"expected the name of a plain type, found {describe_json(name)}", (at, "filler"))
     return d.entries(DefaultDict(None if name is None else fillers[name]), fields, at)
 
 
@@ -326,7 +326,7 @@ def read_complex(d: Decoder, fields: Fields, at: Way) -> object:
 def read_dtype(d: Decoder, fields: Fields, at: Way, field: str = "name") -> DType:
     dtype = DTYPES.name(d.text(fields, field, at))
     if dtype is None:
-        refuse(f"there is no dtype {kind(fields[field])}", (at, field))
+        refuse(f"there is no dtype {describe_json(fields[field])}", (at, field))
     return dtype
 
 

@@ -24,7 +24,7 @@ from holdfast.core.leaves import NO_LEAVES, PLAIN, Leaves
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.protocols import State
-from holdfast.core.strict_json import NO_UNICODE, is_unicode
+from holdfast.core.strict_json import INVALID_UNICODE, is_unicode
 from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import Path, dotted, step
@@ -323,7 +323,7 @@ class Encoder:
         name = self.found.names[self.row]
         self.row += 1
         if not is_unicode(name):
-            return self.problem(path, NO_UNICODE)
+            return self.problem(path, INVALID_UNICODE)
         node: dict[str, object] = {TAG: "tensor", "name": name}
         if tensor.traits.meta:
             node |= {"dtype": tensor.dtype.name, "shape": list(tensor.shape)}

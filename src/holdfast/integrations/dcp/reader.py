@@ -30,7 +30,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Source, Store
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tiling import covers
+from holdfast.core.tiling import is_shape_tiled
 from holdfast.core.tree import rebuild
 from holdfast.engine.source import OpenSource
 from holdfast.engine.table import value_state
@@ -279,7 +279,7 @@ def _is_foreign(item: Item) -> bool:
 def _has_holes(entry: object) -> bool:
     if not isinstance(entry, SavedTensor):
         return False
-    return not covers(
+    return not is_shape_tiled(
         entry.size, [(piece.offsets, piece.sizes) for piece in entry.pieces if 0 not in piece.sizes]
     )
 

@@ -28,7 +28,7 @@ from datetime import datetime, timedelta
 from statistics import median
 from typing import TYPE_CHECKING, TypeVar
 
-from holdfast.core.runtime import at_fork, renewed
+from holdfast.core.runtime import at_fork, make_fork_safe
 from holdfast.core.value import Value
 from holdfast.errors import (
     HoldfastError,
@@ -112,7 +112,7 @@ class Patience:
     """
 
     def __init__(self) -> None:
-        self._lock = renewed(threading.Lock())
+        self._lock = make_fork_safe(threading.Lock())
         self._took: dict[int, deque[float]] = {}
 
     def add_answer(self, nbytes: int, seconds: float) -> None:
@@ -469,7 +469,7 @@ def _found(meta: ObjectMeta) -> RemoteObject:
     return RemoteObject(meta["path"], meta["size"], quoted, meta["last_modified"])
 
 
-_lock = renewed(threading.Lock())
+_lock = make_fork_safe(threading.Lock())
 _buckets: dict[tuple[object, ...], Bucket] = {}
 at_fork(after_in_child=_buckets.clear)
 

@@ -25,7 +25,7 @@ from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar, TypeVarTuple, cast
 
-from holdfast.core.runtime import at_exit, at_fork, renewed, start
+from holdfast.core.runtime import at_exit, at_fork, make_fork_safe, start_thread
 from holdfast.errors import Unsupported
 
 T = TypeVar("T")
@@ -156,7 +156,7 @@ under_way: dict[object, None] = {}
 unfinished: dict[object, Callable[[], Coroutine[Any, Any, object]]] = {}
 """For each upload that has started, the function that stops it."""
 
-_lock = renewed(threading.Lock())
+_lock = make_fork_safe(threading.Lock())
 _thread: threading.Thread | None = None
 _loops: list[Events] = []
 """The loops that run. The one with a thread is the first."""
@@ -193,7 +193,7 @@ def _start_loop() -> bool:
         raise make_fork_error("")
     if _thread is None and not _has_ended:
         loop = Events()
-        _thread = start(loop.run_on_thread, name="object-store requests", daemon=True)
+        _thread = start_thread(loop.run_on_thread, name="object-store requests", daemon=True)
         if _thread is None:
             loop.close()
         else:

@@ -22,10 +22,10 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 
-from holdfast.core.keys import check_key, sibling_key
+from holdfast.core.keys import check_key, parse_sibling_key
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import ReadProfile, Stamp, Store
-from holdfast.core.runtime import renewed
+from holdfast.core.runtime import make_fork_safe
 from holdfast.errors import (
     Closed,
     LimitExceeded,
@@ -86,7 +86,7 @@ class RemoteStore(Store):
         self.bucket: Bucket = bucket_of(url)
         self._url = url
         self._limits = limits or Limits()
-        self._lock = renewed(threading.Lock())
+        self._lock = make_fork_safe(threading.Lock())
         self._versions: dict[str, Version] = dict(expected or {})
         """The version of each object, from its first answer on."""
         self._indexed_nbytes: dict[str, int] = {}
@@ -171,7 +171,7 @@ class RemoteStore(Store):
             return True
 
     def can_read_sibling(self, key: str) -> bool:
-        sibling = sibling_key(key)
+        sibling = parse_sibling_key(key)
         if sibling is None or self._single is not None or not self._url.key:
             return False
         return sibling[0] != self._url.key.rpartition("/")[2]

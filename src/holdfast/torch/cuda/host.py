@@ -19,7 +19,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from holdfast.core.runtime import at_fork, renewed
+from holdfast.core.runtime import at_fork, make_fork_safe
 from holdfast.engine.threads import run_all
 from holdfast.stores.platform import allocate_unforked_memory, request_large_pages
 
@@ -119,7 +119,7 @@ class Pool:
         self._kept_nbytes = kept_nbytes
         self._make = make
         # Of the kind that a thread may take twice: a block can come back when the collector frees what held it, at any moment.
-        self._lock = renewed(threading.RLock())
+        self._lock = make_fork_safe(threading.RLock())
         self._free: list[HostBlock] = []
 
     def lend(self, count: int, nbytes: int = BLOCK_NBYTES) -> list[HostBlock]:

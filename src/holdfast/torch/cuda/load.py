@@ -29,7 +29,7 @@ import torch
 
 from holdfast.core.arrays import Ints
 from holdfast.core.chunk import c_strides
-from holdfast.core.crc import Sums, crc32, have_crcs
+from holdfast.core.crc import BlockCrcs, crc32, has_crcs
 from holdfast.core.protocols import Request, Source
 from holdfast.core.runtime import gc_paused
 from holdfast.core.value import Value
@@ -264,7 +264,7 @@ class Move:
 
     def __init__(self, plan: RowPlan, stream: CopyStream, losses: CastLosses) -> None:
         self.plan, self._stream, self._losses = plan, stream, losses
-        self._sums: dict[int, Sums] = {}
+        self._sums: dict[int, BlockCrcs] = {}
         """Checksums of rows that come in several pieces, by their positions."""
         self._places: dict[tuple[int, int], torch.Tensor] = {}
         """The bytes that a row is copied to straight, by its position and how many of its bytes came before."""
@@ -350,7 +350,7 @@ class Move:
             elif nbytes == plan.nbytes.item(first):
                 self._compare(first, crc32(memory[at : at + nbytes]))
             else:
-                self._sums.setdefault(first, Sums()).add(skip, memory[at : at + nbytes])
+                self._sums.setdefault(first, BlockCrcs()).add(skip, memory[at : at + nbytes])
             return
         for position in plan.odd.keys() & range(first, last) if plan.odd else ():
             storage = plan.odd[position].storage
@@ -365,7 +365,7 @@ class Move:
         known = np.flatnonzero(crcs != UNKNOWN)
         begins = at + plan.starts[first:last][known] - plan.starts.item(first)
         ends = (begins + plan.nbytes[first:last][known]).tolist()
-        if not have_crcs(memory, begins.tolist(), ends, crcs[known].tolist()):
+        if not has_crcs(memory, begins.tolist(), ends, crcs[known].tolist()):
             # One of them is damaged, or they overlap.
             for position, begin, end in zip(
                 (first + known).tolist(), begins.tolist(), ends, strict=True

@@ -34,7 +34,7 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import ReadProfile, Request
-from holdfast.core.runtime import renewed, weakly
+from holdfast.core.runtime import bind_weakly, make_fork_safe
 from holdfast.core.tensor import PLAIN, FileRange, LazyTensor, Traits
 from holdfast.engine.blocks import contiguous_blocks, contiguous_bytes
 from holdfast.engine.saves import Data
@@ -88,7 +88,7 @@ class GpuMemory(Virtual):
                 refuse_capture([device])
                 self._streams[device] = self._make_stream(device)
             self._bytes[key] = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-            self.put(VirtualFile(nbytes, partial(weakly(self._read), key)), key)
+            self.put(VirtualFile(nbytes, partial(bind_weakly(self._read), key)), key)
         return Storage(key, 0, nbytes, location=str(device), home=self)
 
     def flat(self, key: str) -> torch.Tensor:
@@ -325,7 +325,7 @@ class GpuStorages:
         self._nbytes, self._tensors = nbytes, tensors
         self._streams = copy_streams(devices)
         self._source = GpuSource(GpuMemory(self._streams.__getitem__))
-        self._making = renewed(threading.Lock())
+        self._making = make_fork_safe(threading.Lock())
         self._flat: Mapping[int, torch.Tensor] | None = tensors if alike else None
 
     @property

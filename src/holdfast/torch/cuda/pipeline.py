@@ -22,7 +22,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
-from holdfast.core.runtime import start
+from holdfast.core.runtime import start_thread
 
 T = TypeVar("T")
 Task = TypeVar("Task")
@@ -101,7 +101,7 @@ def run_pipeline(
         if stop.is_set():
             return
         begun.append(len(begun))
-        started = start(run, name=f"holdfast-read-{begun[-1]}", daemon=True)
+        started = start_thread(run, name=f"holdfast-read-{begun[-1]}", daemon=True)
         if started is None:
             full.put(None)  # those that could start do all of it
         else:

@@ -15,12 +15,12 @@ from typing import cast
 
 import torch
 
-from holdfast.core.runtime import renewed
+from holdfast.core.runtime import make_fork_safe
 from holdfast.errors import Refused
 from holdfast.torch.cuda.pipeline import CopyEvent
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
-_lock = renewed(threading.Lock())
+_lock = make_fork_safe(threading.Lock())
 
 
 class CopyStream:

@@ -19,8 +19,8 @@ from msgspec import Struct, field
 from torch import nn
 
 from holdfast.core.box import Box
-from holdfast.core.chunk import repeats
-from holdfast.core.quantities import shown
+from holdfast.core.chunk import has_overlapping_elements
+from holdfast.core.quantities import describe_value
 from holdfast.core.table import RowKind, Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Unrolled, Way, mapped_children, name_at, unroll
@@ -108,7 +108,8 @@ def find_targets(
         unroll(_slots_in(into, None, targets.slots, set()))
     else:
         raise BadArgumentType(
-            f"load_into fills an nn.Module or a mapping of tensors, not {shown(into)}", found=into
+            f"load_into fills an nn.Module or a mapping of tensors, not {describe_value(into)}",
+            found=into,
         )
     counts = Counter(slot.name for slot in targets.slots)
     targets.duplicates = [name for name, count in counts.items() if count > 1]
@@ -333,7 +334,7 @@ def _fixed(target: torch.Tensor, choice: Choice) -> str | None:
     if (
         target.layout is torch.strided
         and not target.is_nested
-        and repeats(target.shape, target.stride())
+        and has_overlapping_elements(target.shape, target.stride())
     ):
         return "its elements share memory (an expanded tensor): there is no room for those of the checkpoint; clone it first"
     if choice.dtype is not None and target.is_floating_point() and target.dtype != choice.dtype:

@@ -27,7 +27,7 @@ from holdfast.core.notebook import Shown
 from holdfast.core.options import validate_arguments
 from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.text import listed
+from holdfast.core.text import list_names
 from holdfast.errors import DoesNotFit, HoldfastError
 from holdfast.stores.paths import order_content_and_path
 from holdfast.torch import versions
@@ -100,7 +100,7 @@ class Loaded(Shown):
             ("cast", self.mismatched),
         ):
             if names:
-                lines.append(f"  {len(names):,} {word}: {listed(names, LISTED)}")
+                lines.append(f"  {len(names):,} {word}: {list_names(names, LISTED)}")
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
@@ -442,7 +442,8 @@ class Load:
         meta = self._still_meta()
         if meta:
             notes.append(
-                f"{len(meta):,} tensors are still on the meta device, for the checkpoint does not have them: {listed(meta, LISTED)}"
+                f"{len(meta):,} tensors are still on the meta device, for the checkpoint does not have them: "
+                f"{list_names(meta, LISTED)}"
             )
         return Loaded(
             self._checkpoint.path,

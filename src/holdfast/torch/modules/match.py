@@ -26,7 +26,7 @@ from msgspec import Struct
 
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.match import Met, match, meet
+from holdfast.core.match import Overlaps, find_overlaps, match_rows
 from holdfast.core.sharing import identity
 from holdfast.core.table import IRREGULAR, RowKind, Table
 from holdfast.core.tensor import Composite, LazyTensor
@@ -228,7 +228,7 @@ def match_places(
         exact[there, here] = _is_exact(kind, table.kinds[there])
         return rules.problem(place, table.kinds[there])
 
-    found = match(
+    found = match_rows(
         table.row_indices,
         table.kind_indices,
         [names.prefix + place.name for place in places],
@@ -365,7 +365,7 @@ def meet_places(
     matches: Sequence[Match[PlaceT]],
     rules: Rules[PlaceT],
     fresh: Mapping[int, torch.Tensor] = MappingProxyType({}),
-) -> tuple[Fills, Met]:
+) -> tuple[Fills, Overlaps]:
     """The fills of matches, and the match and the box of each. Composites are not filled.
 
     `fresh` tensors, by the numbers of matches, are filled instead of the places, and take rows as they are.
@@ -379,7 +379,7 @@ def meet_places(
             targets[pair] = rules.parts(one.places[0])
             given[pair] = shaped(one, table, rules.kind(one.places[0])[1])
             boxes[pair] = [box for box, _ in targets[pair]]
-    met = meet(table, [one.row for one in matches], boxes, given)
+    met = find_overlaps(table, [one.row for one in matches], boxes, given)
     rows = [
         matches[pair].row if at not in met.parts else IRREGULAR for at, pair in enumerate(met.pairs)
     ]

@@ -35,12 +35,12 @@ from multiprocessing import process, util
 from types import FrameType
 from typing import Literal, TextIO, cast
 
-from holdfast.core.runtime import at_fork, cut_traceback, renewed, start
+from holdfast.core.runtime import at_fork, cut_traceback, make_fork_safe, start_thread
 from holdfast.core.signals import SignalOverride
 from holdfast.errors import HoldfastError, HoldfastWarning, NotCommitted, SaveError, drop_tracebacks
 from holdfast.torch.ranks.saving import SavedShards
 
-_one_at_a_time = renewed(threading.Lock())
+_one_at_a_time = make_fork_safe(threading.Lock())
 
 
 class Course:
@@ -105,7 +105,7 @@ def begin(
     try:
         watch(handle)
         # No daemon: Python waits for it at the end of the program.
-        if _ending or start(run, name="holdfast-save", daemon=False) is None:
+        if _ending or start_thread(run, name="holdfast-save", daemon=False) is None:
             run()
             interrupt = handle._future.exception()
             if interrupt is not None and not isinstance(interrupt, Exception):
@@ -151,7 +151,7 @@ class SaveHandle:
 
     def done(self) -> bool:
         """Whether it has come to its end, good or bad."""
-        _sigterm.give_back()
+        _sigterm.restore()
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> SavedShards:
@@ -170,7 +170,7 @@ class SaveHandle:
                 cut_traceback(error)
             raise
         finally:
-            _sigterm.give_back()
+            _sigterm.restore()
 
     def _abandon(self) -> None:
         """In a fork: the thread that would end the save is not here."""
@@ -204,7 +204,7 @@ def watch(handle: SaveHandle) -> None:
     # SIGTERM waits for the save only where the default handler is in place, and only from the main thread.
     on_main = threading.current_thread() is threading.main_thread()
     if on_main and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _sigterm):
-        _sigterm.put(signal.SIGTERM)
+        _sigterm.install(signal.SIGTERM)
     if process.parent_process() is not None and os.getpid() not in _with_finalizer:
         _with_finalizer.add(os.getpid())
         util.Finalize(None, _at_end_of_child, exitpriority=0)
@@ -213,7 +213,7 @@ def watch(handle: SaveHandle) -> None:
 def forget(handle: SaveHandle) -> None:
     """Wait no more for a save that is over, or did not begin."""
     _running.discard(handle)
-    _sigterm.give_back()
+    _sigterm.restore()
 
 
 def _own() -> list[SaveHandle]:

@@ -12,7 +12,7 @@
 3. The store is polled: its own `wait` writes to stderr whenever it times out.
 4. Whoever reads a key removes it, so that a long training does not fill the store. At the end the first rank stays until the
    others have read their answers: it often hosts the store, and its process may end next.
-5. How much is done is one number in the store, to which every rank adds (`counting`).
+5. How much is done is one number in the store, to which every rank adds (`joint_progress`).
 
 One process without `torch.distributed` is a group of one, for which every step is a function call.
 """
@@ -36,7 +36,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from holdfast.core.group import ALONE, Ranks, SeveralRanks
 from holdfast.core.options import DEADLINE, Progress, validate_arguments
-from holdfast.core.runtime import at_fork, renewed, start
+from holdfast.core.runtime import at_fork, make_fork_safe, start_thread
 from holdfast.core.value import Value
 from holdfast.errors import BadArgument, RankLost
 
@@ -65,7 +65,7 @@ _calls: dict[str, int] = {}
 """How many exchanges each group has had: every rank counts the same, since all of them make the same calls."""
 _connections: dict[str, tuple[Store, Store]] = {}
 """By the name of a group: its store, and our own connection to it. Making one may take seconds where names are looked up slowly."""
-_lock = renewed(threading.Lock())
+_lock = make_fork_safe(threading.Lock())
 _inherited: tuple[object, ...] = ()
 
 
@@ -249,20 +249,20 @@ class StoreRanks(SeveralRanks):
         self._questions: queue.SimpleQueue[Question[object] | None] = queue.SimpleQueue()
         self._count: ProgressCount | None = None
         # Where no thread can start, this rank shows a sign of life whenever it speaks or waits, and none while it writes.
-        self._voice = start(partial(self._speak, store), name="holdfast-pulse", daemon=True)
+        self._voice = start_thread(partial(self._speak, store), name="holdfast-pulse", daemon=True)
 
-    def neighbours(self) -> int:
+    def count_local_ranks(self) -> int:
         if self._store is not None:
             with suppress(RuntimeError, OSError):
                 return int(self._ask(lambda store: store.add(self._host, 0)))
         return 1
 
-    def apart(self) -> bool:
-        return self.neighbours() < self.size
+    def has_several_machines(self) -> bool:
+        return self.count_local_ranks() < self.size
 
     @contextmanager
-    def counting(self, progress: Progress | None) -> Iterator[Progress | None]:
-        count = self._count = ProgressCount(progress if self.first else None)
+    def joint_progress(self, progress: Progress | None) -> Iterator[Progress | None]:
+        count = self._count = ProgressCount(progress if self.is_first else None)
         try:
             yield count.add
         finally:
@@ -341,7 +341,7 @@ class StoreRanks(SeveralRanks):
 
     def _gather(self, message: bytes) -> list[bytes] | None:
         self._step += 1
-        if not self.first:
+        if not self.is_first:
             self._put(self._key(self._step, self.rank), message)
             return None
         keys = {rank: self._key(self._step, rank) for rank in range(1, self.size)}
@@ -434,7 +434,7 @@ class StoreRanks(SeveralRanks):
 
     def _part(self) -> None:
         """The others say that they have read their answers, and the first rank waits for that, but not for long."""
-        if not self.first:
+        if not self.is_first:
             self._ask(lambda store: _set(store, self._key("end", self.rank), b""))
             return
         keys = [self._key("end", rank) for rank in range(1, self.size) if rank not in self._lost]

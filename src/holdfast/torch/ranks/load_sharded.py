@@ -36,7 +36,7 @@ from holdfast.core.documents import (
     read_document,
     write_document,
 )
-from holdfast.core.group import UNCHANGED, Ranks, check_same, together
+from holdfast.core.group import UNCHANGED, Ranks, check_same_checkpoint, joint_phase
 from holdfast.core.notebook import Shown
 from holdfast.core.opaque import AnyValue
 from holdfast.core.options import DEADLINE, validate_arguments
@@ -215,7 +215,7 @@ def load_together(request: ShardedLoad) -> LoadedShards:
         wanted, unexpected, replicas = _match(request, ranks, held)
         mine = replicas.mine() if replicas.assignments.any else wanted.fills
         if request.check:
-            with together(ranks, UNCHANGED), request.unharmed():
+            with joint_phase(ranks, UNCHANGED), request.unharmed():
                 check_before_reading([Request(lazy, NO_ARRAY) for lazy in replicas.checked()])
 
         def read() -> None:
@@ -224,9 +224,11 @@ def load_together(request: ShardedLoad) -> LoadedShards:
 
         # Nobody waits for a message of a rank that failed.
         damaged = (
-            read_apart(ranks, replicas, read, otherwise=changed) if replicas.assignments.any else {}
+            read_apart(ranks, replicas, read, failure_summary=changed)
+            if replicas.assignments.any
+            else {}
         )
-        with together(ranks, changed):
+        with joint_phase(ranks, changed):
             if replicas.assignments.any:
                 hand_on(replicas, damaged, request.group, deadline=request.deadline)
             else:
@@ -262,7 +264,7 @@ def _match(
     else:
         names, wanted, unexpected, is_fit, replicas = _agree(request, ranks, held)
     if not is_fit:
-        with together(ranks, UNCHANGED):
+        with joint_phase(ranks, UNCHANGED):
             wanted.check(names, unexpected, wanted.looked_for, strict=request.strict)
     return wanted, unexpected, replicas
 
@@ -270,7 +272,7 @@ def _match(
 def _match_alone(request: ShardedLoad, ranks: Ranks, held: ExitStack) -> tuple[Names, Wanted]:
     """Open the checkpoint on this rank, and match it with the state of this rank."""
     with request.unharmed():
-        threads = request.threads or default_threads(ranks.neighbours())
+        threads = request.threads or default_threads(ranks.count_local_ranks())
         checkpoint = open_for_verb(request.where, verify=request.verify, threads=threads)
         held.callback(checkpoint.close)
         if request.map is not None:
@@ -319,7 +321,7 @@ def _agree(
         local = error
 
     def judge(messages: list[bytes]) -> list[bytes]:
-        remote = not place_at(request.where).on_disk or ranks.apart()
+        remote = not place_at(request.where).on_disk or ranks.has_several_machines()
         return _judge(messages, request.replicated, remote=remote)
 
     # If this rank has failed, this raises, and `names` and `wanted` are not needed.
@@ -348,7 +350,7 @@ def _judge(messages: Sequence[bytes], replicated: Replicated, *, remote: bool) -
     """On the first rank: does it all fit, which names does nobody want, and who reads what."""
     with gc_paused():
         matches = [read_document(RANK_MATCH, message) for message in messages]
-    check_same([one.opened for one in matches])
+    check_same_checkpoint([one.opened for one in matches])
     used: dict[bytes, np.ndarray] = {}
     for one in matches:
         bits = np.frombuffer(one.used, np.uint8)

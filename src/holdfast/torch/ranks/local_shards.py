@@ -43,7 +43,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from holdfast.core.box import Box
-from holdfast.core.tiling import common_axis, first_overlap, joined_shape, surrounding, tiles
+from holdfast.core.tiling import (
+    find_bounding_box,
+    find_differing_axis,
+    find_overlap,
+    is_tiled_by,
+    joined_shape,
+)
 from holdfast.errors import Refused, Unsupported
 from holdfast.metadata import Places, Sought
 from holdfast.torch import versions
@@ -371,14 +377,14 @@ def _checked(shards: list[torch.Tensor], offsets: list[tuple[int, ...]]) -> list
                 f"the shards of one tensor have one {kind}; got {', '.join(map(str, found))}"
             )
     boxes = [
-        Box.at(tuple(map(operator.index, o)), tuple(shard.shape))
+        Box.from_offsets(tuple(map(operator.index, o)), tuple(shard.shape))
         for shard, o in zip(shards, offsets, strict=True)
     ]
     if len({box.rank for box in boxes}) > 1:
         raise ValueError(
             f"the shards of one tensor have one number of dimensions; got {[list(box.shape) for box in boxes]}"
         )
-    overlap = first_overlap(boxes)
+    overlap = find_overlap(boxes)
     if overlap is not None:
         one, other = (boxes[i] for i in overlap)
         raise ValueError(f"shards {overlap[0]} and {overlap[1]} overlap: {one} and {other}")
@@ -397,18 +403,18 @@ def _block(this: LocalShardsWrapper) -> torch.Tensor:
     """The shards put together as the wrapper's shape says, in a tensor of its own memory."""
     shards, boxes = (
         this._local_shards,
-        [Box.at(chunk.offsets, chunk.sizes) for chunk in this._storage_meta.chunks],
+        [Box.from_offsets(chunk.offsets, chunk.sizes) for chunk in this._storage_meta.chunks],
     )
     if len(shards) <= 1:
         return (shards[0] if shards else this._like).contiguous()
-    axis = common_axis(boxes)
+    axis = find_differing_axis(boxes)
     if axis is not None:
         order = sorted(
             (i for i, box in enumerate(boxes) if box.count), key=lambda i: boxes[i].start[axis]
         )
         return torch.cat([shards[i] for i in order], dim=axis)
-    whole = surrounding(boxes)
-    if not tiles(whole, boxes):
+    whole = find_bounding_box(boxes)
+    if not is_tiled_by(whole, boxes):
         raise Unsupported(
             f"{len(shards)} shards that leave holes in the box around them make no block to gather",
             expected=whole,

@@ -31,14 +31,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from holdfast.core.crc import Sums, crc32
+from holdfast.core.crc import BlockCrcs, crc32
 from holdfast.core.documents import (
     encode_message,
     message_type,
     read_document,
     write_document,
 )
-from holdfast.core.group import SHARES, Ranks, check_same, say_ranks, telling, together
+from holdfast.core.group import (
+    SHARES,
+    Ranks,
+    check_same_checkpoint,
+    format_ranks,
+    joint_phase,
+    shared_errors,
+)
 from holdfast.core.table import IRREGULAR
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
@@ -321,7 +328,7 @@ class Replicas(Value, frozen=True, eq=False):
 
 
 def read_apart(
-    ranks: Ranks, replicas: Replicas, read: Callable[[], object], *, otherwise: str
+    ranks: Ranks, replicas: Replicas, read: Callable[[], object], *, failure_summary: str
 ) -> dict[bytes, int]:
     """A step of all ranks: each reads its share. What fails on one of them is raised on all. Gives the cut pieces that do not have
     their checksums, and those that they have."""
@@ -332,12 +339,14 @@ def read_apart(
     except Exception as error:
         local = error
     answer = ranks.agree(
-        local, lambda messages: [write_document(SHARES, messages)] * ranks.size, otherwise=otherwise
+        local,
+        lambda messages: [write_document(SHARES, messages)] * ranks.size,
+        failure_summary=failure_summary,
     )
-    sums: dict[tuple[bytes, int], Sums] = {}
+    sums: dict[tuple[bytes, int], BlockCrcs] = {}
     for message in read_document(SHARES, answer):
         for cut, start, nbytes, found, recorded in read_document(PART_SUMS, message):
-            sums.setdefault((cut, recorded), Sums()).note(start, nbytes, found)
+            sums.setdefault((cut, recorded), BlockCrcs()).add_crc(start, nbytes, found)
     return {
         cut: found for (cut, recorded), one in sums.items() if (found := one.crc32()) != recorded
     }
@@ -353,11 +362,11 @@ def sharing(
 
     def check(messages: list[bytes]) -> list[bytes]:
         documents = [read_document(SHARES, message) for message in messages]
-        check_same([document[0] for document in documents])
+        check_same_checkpoint([document[0] for document in documents])
         others = [rank for rank, document in enumerate(documents) if document != documents[0]]
         if others:
             raise BadArgument(
-                f"{say_ranks(others)} would stream other tensors than rank 0: skip= is to say the same on all ranks"
+                f"{format_ranks(others)} would stream other tensors than rank 0: skip= is to say the same on all ranks"
             )
         return [b""] * len(messages)
 
@@ -386,8 +395,8 @@ def sharing(
 
         def finish(read: Read) -> dict[str, torch.Tensor]:
             if batch:
-                damaged = read_apart(ranks, replicas, read, otherwise=ENDS)
-                with together(ranks, ENDS):
+                damaged = read_apart(ranks, replicas, read, failure_summary=ENDS)
+                with joint_phase(ranks, ENDS):
                     hand_on(replicas, damaged, group, deadline=deadline)
             return fresh.tensors
 
@@ -400,7 +409,7 @@ def sharing(
             ),
             check,
         )
-        with telling(ranks):
+        with shared_errors(ranks):
             yield share
     finally:
         ranks.close()

@@ -149,7 +149,7 @@ def begin_requested(
             before[0],
             request.path,
             values=values,
-            threads=request.threads or default_threads(save.ranks.neighbours()),
+            threads=request.threads or default_threads(save.ranks.count_local_ranks()),
             max_host_memory=max_host_memory,
         )
 

@@ -320,7 +320,7 @@ class ShardedSave(JointSave):
         answer = self.assign_work(self._propose())
         self._is_planned = True
         try:
-            task = self._task if self.ranks.first else read_document(TASK, answer)
+            task = self._task if self.ranks.is_first else read_document(TASK, answer)
             columns, table = self._proposal.state, self._state.tensors
             self._numbers = as_column(task.boxes)
             values = {
@@ -363,10 +363,10 @@ class ShardedSave(JointSave):
             if self.request.check_replicas and self.ranks.size > 1:
                 if self.staged is not None:
                     self.staged.copies.wait()  # the checksums are those of the copies
-                threads = self.request.threads or default_threads(self.ranks.neighbours())
+                threads = self.request.threads or default_threads(self.ranks.count_local_ranks())
                 sums = replica_sums(table, threads=threads)
             self._proposal = Proposal(self._description, columns, sums)
-            return b"" if self.ranks.first else write_proposal(self._proposal)
+            return b"" if self.ranks.is_first else write_proposal(self._proposal)
         except Exception as error:
             return error
 
@@ -406,7 +406,7 @@ class ShardedSave(JointSave):
         if self.error is not None:
             raise self.error
         request, output = self.request, self._output
-        threads = request.threads or default_threads(self.ranks.neighbours())
+        threads = request.threads or default_threads(self.ranks.count_local_ranks())
         assert output is not None  # or there is an error
         threads_a_file, block_nbytes = THREADS_A_FILE, None
         if self.staged is not None:
@@ -436,7 +436,7 @@ class ShardedSave(JointSave):
             self._notes.append(
                 f"the file system cannot link {copied_count:,} files of the base, so they were copied"
             )
-        return b"" if self.ranks.first else write_document(RECEIPTS, self._receipts)
+        return b"" if self.ranks.is_first else write_document(RECEIPTS, self._receipts)
 
     def publish(self, receipts: list[bytes]) -> list[bytes]:
         assert self.target is not None  # the first rank has opened it

@@ -26,7 +26,7 @@ from torch.serialization import (
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
-from holdfast.core.runtime import renewed
+from holdfast.core.runtime import make_fork_safe
 from holdfast.core.value import Value
 from holdfast.errors import FormatError, error_context
 from holdfast.formats.pickle.machine import interpret_whole
@@ -49,7 +49,7 @@ class AllowedItem(Value, frozen=True, eq=False):
     item: Item
 
 
-_lock = renewed(threading.Lock())
+_lock = make_fork_safe(threading.Lock())
 _added: list[AllowedItem] = []
 
 

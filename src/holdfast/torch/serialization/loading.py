@@ -28,7 +28,7 @@ from torch.serialization import LoadEndianness, SourceChangeWarning
 from torch.serialization import _serialization_tls as local
 from torch.utils.serialization import config
 
-from holdfast.core.chunk import Extent, Storage
+from holdfast.core.chunk import Storage, StorageRange
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import AnyValue
 from holdfast.core.runtime import gc_paused
@@ -310,13 +310,13 @@ def compressed(record: ZipRecord) -> BrokenArchive:
 
 def archive_storages(
     archive: Archive,
-) -> tuple[Callable[[str], Extent], Callable[[], Mapping[str, Extent]]]:
+) -> tuple[Callable[[str], StorageRange], Callable[[], Mapping[str, StorageRange]]]:
     """Two functions that find the records `data/N` of a zip: one by its key, and all of them."""
     records, prefix = archive.records, f"{archive.root}data/"
     starts, nbytes, crcs, methods, *_ = records.columns
     rows = records.rows
 
-    def find(key: str) -> Extent:
+    def find(key: str) -> StorageRange:
         row = rows.get(prefix + key)
         if row is None:
             raise broken_archive(
@@ -326,9 +326,9 @@ def archive_storages(
             raise compressed(records[prefix + key])
         crc = crcs[row]
         recorded_crc = None if crc == NO_CRC else crc
-        return Extent(KEY, starts[row], nbytes[row], crc32=recorded_crc, label=f"data/{key}")
+        return StorageRange(KEY, starts[row], nbytes[row], crc32=recorded_crc, label=f"data/{key}")
 
-    def find_all() -> dict[str, Extent]:
+    def find_all() -> dict[str, StorageRange]:
         names = [name for name in records if name.startswith(prefix)]
         keys = [name.removeprefix(prefix) for name in names]
         return {key: find(key) for key in keys}

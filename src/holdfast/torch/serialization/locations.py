@@ -22,7 +22,7 @@ from typing import cast
 import torch
 from torch.serialization import _serialization_tls as local
 
-from holdfast.core.runtime import renewed
+from holdfast.core.runtime import make_fork_safe
 from holdfast.core.value import Value
 from holdfast.errors import PickleError, Refused
 
@@ -55,7 +55,7 @@ class Package(Value, frozen=True):
 class Packages:
     def __init__(self, built_in: list[Package]) -> None:
         self._own = built_in
-        self._lock = renewed(threading.Lock())
+        self._lock = make_fork_safe(threading.Lock())
         # torch's list at our import, less what others had put there before: those entries are what `built_in` stands for.
         self._torchs = [
             e

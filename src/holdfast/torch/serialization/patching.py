@@ -15,10 +15,10 @@ from types import ModuleType, TracebackType
 
 import torch
 
-from holdfast.core.runtime import renewed
+from holdfast.core.runtime import make_fork_safe
 from holdfast.errors import HoldfastWarning
 
-_lock = renewed(threading.Lock())
+_lock = make_fork_safe(threading.Lock())
 _count = 0
 _replaced: list[tuple[ModuleType, str, object, object]] = []
 """Module, name, torch's object and ours."""

@@ -17,7 +17,7 @@ import torch
 from torch.serialization import _serialization_tls as local
 from torch.storage import TypedStorage
 
-from holdfast.core.chunk import Extent, Storage
+from holdfast.core.chunk import Storage, StorageRange
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
@@ -72,7 +72,7 @@ def storage_dtype(what: object) -> DType | None:
     return row_of(found) if isinstance(found, torch.dtype) else None
 
 
-row_of = cache(DTYPES.given)
+row_of = cache(DTYPES.from_any)
 dtype_named = cache(lambda name: torch_dtype(DTYPES.name(name) or name))
 """The dtype of torch that a dtype of ours, given by its name, stands for."""
 
@@ -158,7 +158,7 @@ class _UntypedUses(MentionedNames):
         return self.ANYTHING
 
 
-def damaged_storage(source: Source, extent: Extent, found_crc: int) -> Corrupted:
+def damaged_storage(source: Source, extent: StorageRange, found_crc: int) -> Corrupted:
     """Return the error for a storage whose bytes do not have the checksum that the file records."""
     storage = Storage(
         extent.key,
@@ -175,7 +175,7 @@ class OnGpu:
     """Storages on one GPU that wait for their bytes."""
 
     def __init__(self) -> None:
-        self.extents: list[Extent] = []
+        self.extents: list[StorageRange] = []
         """Where their bytes are. A checksum that is there is compared."""
         self.targets: list[torch.Tensor] = []
 
@@ -195,7 +195,7 @@ class OnGpu:
         )
 
 
-def list_crcs(extents: Iterable[Extent]) -> list[int]:
+def list_crcs(extents: Iterable[StorageRange]) -> list[int]:
     return [UNKNOWN if extent.crc32 is None else extent.crc32 for extent in extents]
 
 
@@ -207,8 +207,8 @@ class LazyStorages(Storages[TypedStorage]):
     def __init__(
         self,
         source: Source,
-        find: Callable[[str], Extent],
-        everything: Callable[[], Mapping[str, Extent]],
+        find: Callable[[str], StorageRange],
+        everything: Callable[[], Mapping[str, StorageRange]],
         *,
         map_location: MapLocation,
         weights_only: bool,
@@ -230,7 +230,7 @@ class LazyStorages(Storages[TypedStorage]):
         """Whether a FakeTensorMode is active."""
         self._one_place = isinstance(map_location, str | bytes | torch.device)
         """Whether all tags lead to the same device."""
-        self._reads: list[tuple[Extent, int]] = []
+        self._reads: list[tuple[StorageRange, int]] = []
         """Ranges of the file that are to be read, each with the address of its destination in the memory of this process."""
         self._ahead_of_code = ahead
         """Whether all storages are read before the first one is used."""
@@ -323,7 +323,7 @@ class LazyStorages(Storages[TypedStorage]):
             )
             words.byteswap(inplace=True)
 
-    def _make_unusual(self, asked: StorageId, extent: Extent) -> torch.UntypedStorage:
+    def _make_unusual(self, asked: StorageId, extent: StorageRange) -> torch.UntypedStorage:
         """Make a storage that is not simply CPU memory to be filled later."""
         if self.is_faking or self._meta:
             return self._without_bytes(asked, extent.start)
@@ -371,7 +371,7 @@ class LazyStorages(Storages[TypedStorage]):
             self._read()
         return self._ahead
 
-    def _on_gpu(self, key: str, found: Extent, device: torch.device) -> torch.UntypedStorage:
+    def _on_gpu(self, key: str, found: StorageRange, device: torch.device) -> torch.UntypedStorage:
         """A storage on a GPU. Its bytes are read later, unless code of the file's choice may look at them."""
         self._reserve(device, found.nbytes)
         if not self._ahead_of_code:
@@ -395,7 +395,7 @@ class LazyStorages(Storages[TypedStorage]):
             self._reserved = True
             reserve((device, one.nbytes) for one in self._everything().values())
 
-    def _make_on_gpu(self, extent: Extent, device: torch.device) -> torch.UntypedStorage:
+    def _make_on_gpu(self, extent: StorageRange, device: torch.device) -> torch.UntypedStorage:
         """Make a storage on a GPU that is to be filled."""
         storage = torch.UntypedStorage(extent.nbytes, device=device)
         target = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -24,7 +24,7 @@ import torch
 from msgspec import Struct, field
 
 from holdfast.core.box import Box
-from holdfast.core.chunk import Chunk, Storage, c_strides, repeats
+from holdfast.core.chunk import Chunk, Storage, c_strides, has_overlapping_elements
 from holdfast.core.dtype import WIDEST_NBYTES, DType
 from holdfast.core.protocols import Source
 from holdfast.core.runtime import gc_paused
@@ -363,7 +363,9 @@ class Region(Value, frozen=True, eq=False):
     def castable(self) -> bool:
         """Whether the region can be cast: all views have one dtype, and nothing is written twice."""
         one = all(view.dtype is self.dtype for view in self.views.values())
-        return one and not any(repeats(view.shape, view.strides) for _, view in self.pieces)
+        return one and not any(
+            has_overlapping_elements(view.shape, view.strides) for _, view in self.pieces
+        )
 
 
 class Regions(Struct):
@@ -394,8 +396,11 @@ def plan_regions(tensors: Mapping[str, LazyTensor], *, keep_expanded: bool = Fal
         tensor = table.lazy_tensor(row)
         if names[row] not in regions.by_name and _viewable(tensor):
             (chunk,) = tensor.chunks
-            start, stop = chunk.extent(tensor.dtype)
-            if repeats(chunk.shape, chunk.strides) and stop - start < tensor.nbytes:
+            start, stop = chunk.byte_range(tensor.dtype)
+            if (
+                has_overlapping_elements(chunk.shape, chunk.strides)
+                and stop - start < tensor.nbytes
+            ):
                 region = _region(
                     {names[row]: tensor},
                     tensors,
@@ -481,7 +486,7 @@ def _regions(
         found = [SpanGroup(0, storage.nbytes, list(members))]
     else:
         found = disjoint_groups(
-            (*tensor.chunks[0].extent(tensor.dtype), name) for name, tensor in members.items()
+            (*tensor.chunks[0].byte_range(tensor.dtype), name) for name, tensor in members.items()
         )
     for group in found:
         start, stop, names = group.start, group.stop, group.members

@@ -91,7 +91,7 @@ def sparse_together(layout: torch.layout, whole: Apart) -> torch.Tensor:
 
 
 def quantized_apart(tensor: torch.Tensor) -> Apart:
-    dtype = DTYPES.given(tensor.dtype)
+    dtype = DTYPES.from_any(tensor.dtype)
     if dtype is None or dtype.packed:
         raise Unsupported(
             f"a {tensor.dtype} tensor does not give its integers; it can be kept by converting the file"

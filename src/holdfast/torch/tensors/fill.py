@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from holdfast.core.arrays import Ints
-from holdfast.core.chunk import repeats
+from holdfast.core.chunk import has_overlapping_elements
 from holdfast.core.protocols import Request, Source, group_by_source
 from holdfast.core.table import IRREGULAR, Table
 from holdfast.core.tensor import LazyTensor
@@ -120,7 +120,7 @@ class Fills(Value, frozen=True, eq=False):
             if (
                 target.is_cuda
                 and not target.is_contiguous()
-                and repeats(target.shape, target.stride())
+                and has_overlapping_elements(target.shape, target.stride())
             ):
                 raise BadTarget(
                     "the target is expanded: several of its elements are one place on the GPU",

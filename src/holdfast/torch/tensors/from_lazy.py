@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from holdfast.core.arguments import AnyDType
-from holdfast.core.chunk import Storage, in_c_order
+from holdfast.core.chunk import Storage, is_c_ordered
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Source
-from holdfast.core.quantities import shown
+from holdfast.core.quantities import describe_value
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import BadArgumentType, HoldfastError, MetadataError, Unsupported
 from holdfast.formats.torch.composites import Apart
@@ -32,9 +32,9 @@ BYTES = next(row for row in DTYPES.rows if row.name == "uint8")
 def torch_dtype(dtype: AnyDType) -> torch.dtype:
     """torch's dtype for a row of the table, or for what names one."""
     if not isinstance(dtype, DType):
-        row = DTYPES.said(dtype) if isinstance(dtype, str) else DTYPES.given(dtype)
+        row = DTYPES.parse(dtype) if isinstance(dtype, str) else DTYPES.from_any(dtype)
         if row is None:
-            raise BadArgumentType(f"there is no dtype {shown(dtype)}", found=dtype)
+            raise BadArgumentType(f"there is no dtype {describe_value(dtype)}", found=dtype)
         dtype = row
     name = "float4_e2m1fn_x2" if dtype.name == "float4_e2m1fn" else dtype.torch
     found = versions.dtype(name) if name else None
@@ -50,7 +50,8 @@ def tensor_from_lazy(lazy: LazyTensor) -> torch.Tensor:
     """
     if not isinstance(lazy, LazyTensor):
         raise BadArgumentType(
-            f"tensor_from_lazy takes a lazy tensor of a checkpoint, not {shown(lazy)}", found=lazy
+            f"tensor_from_lazy takes a lazy tensor of a checkpoint, not {describe_value(lazy)}",
+            found=lazy,
         )
     if lazy.dtype.kind == "quantized":
         raise Unsupported(
@@ -111,7 +112,7 @@ def tensor_from_composite(whole: Composite) -> torch.Tensor:
     """A sparse, quantised or nested tensor out of its parts; indices out of range are refused by torch's own checks."""
     if not isinstance(whole, Composite):
         raise BadArgumentType(
-            f"tensor_from_composite takes a composite of a checkpoint's tree, not {shown(whole)}",
+            f"tensor_from_composite takes a composite of a checkpoint's tree, not {describe_value(whole)}",
             found=whole,
         )
     kind = KINDS.get(whole.kind)
@@ -184,7 +185,7 @@ def remember(lazy: LazyTensor, tensor: torch.Tensor) -> None:
         or storage.byteorder != "little"
     ):
         return
-    if not in_c_order(lazy.shape, chunk.strides, lazy.dtype.bits):
+    if not is_c_ordered(lazy.shape, chunk.strides, lazy.dtype.bits):
         return
     known = _shared.get(lazy.source)
     if known is None:

@@ -25,7 +25,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import AnyValue
 from holdfast.core.options import validate_arguments
-from holdfast.core.runtime import renewed
+from holdfast.core.runtime import make_fork_safe
 from holdfast.core.sharing import check_expansion
 from holdfast.core.tensor import Composite
 from holdfast.engine.files import tabulate
@@ -91,7 +91,7 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         self._storages: weakref.WeakValueDictionary[Region, torch.UntypedStorage] = (
             weakref.WeakValueDictionary()
         )
-        self._lock = renewed(threading.RLock())
+        self._lock = make_fork_safe(threading.RLock())
 
     def __getitem__(self, name: str) -> torch.Tensor:
         composite = self._listed().get(name) if isinstance(name, str) else None

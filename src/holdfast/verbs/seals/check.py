@@ -13,7 +13,7 @@ from functools import partial
 from typing import cast
 
 from holdfast.core.documents import check_length
-from holdfast.core.group import ALONE, Ranks, share_out
+from holdfast.core.group import ALONE, Ranks, divide_work
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
@@ -239,7 +239,7 @@ def compare_digests(
         )
         return [misfits.get(number) for number in numbers]
 
-    outcomes = share_out(
+    outcomes = divide_work(
         ranks,
         [file.nbytes for file in todo],
         compare_some,

@@ -29,7 +29,7 @@ import msgspec
 from holdfast.core.documents import HEX, SELF, DocumentType, read_document, write_document
 from holdfast.core.keys import check_key
 from holdfast.core.limits import DEFAULTS, Limits
-from holdfast.core.strict_json import kind, pointer, quoted
+from holdfast.core.strict_json import describe_json, format_pointer, quote
 from holdfast.core.value import Value, replace
 from holdfast.engine.saves import FilePlan, Late, Literal, SavePlan
 from holdfast.errors import HeaderError, LimitExceeded, Unsupported, error_context
@@ -190,7 +190,9 @@ def _validated(document: Document, limits: Limits) -> Seal:
     if document.step is not None:
         _check_count(document.step, "step")
     if not document.saved >= 0:
-        raise HeaderError(f"at $.saved: expected seconds since 1970, found {kind(document.saved)}")
+        raise HeaderError(
+            f"at $.saved: expected seconds since 1970, found {describe_json(document.saved)}"
+        )
     metrics = {name: _metric(value, name) for name, value in document.metrics.items()}
     if len(document.files) > limits.files:
         count, most = len(document.files), limits.files
@@ -219,22 +221,24 @@ def _validated(document: Document, limits: Limits) -> Seal:
 
 def _check_count(value: int, *at: str | int) -> None:
     if not 0 <= value <= LARGEST:
-        raise HeaderError(f"at {pointer(*at)}: expected a number from 0 to 2^63 - 1, found {value}")
+        raise HeaderError(
+            f"at {format_pointer(*at)}: expected a number from 0 to 2^63 - 1, found {value}"
+        )
 
 
 def _check_name(name: str, last: str, i: int) -> None:
     if name == SEAL:
-        raise HeaderError(f"at {pointer('files', i, 'name')}: a seal does not list itself")
+        raise HeaderError(f"at {format_pointer('files', i, 'name')}: a seal does not list itself")
     if name <= last:
-        found = "occurs twice" if name == last else f"comes behind {quoted(last)}; names are sorted"
-        raise HeaderError(f"at {pointer('files', i, 'name')}: {quoted(name)} {found}")
+        found = "occurs twice" if name == last else f"comes behind {quote(last)}; names are sorted"
+        raise HeaderError(f"at {format_pointer('files', i, 'name')}: {quote(name)} {found}")
 
 
 def _metric(value: float | str, name: str) -> float:
     if isinstance(value, str):
         if value not in NOT_FINITE:
             raise HeaderError(
-                f"at {pointer('metrics', name)}: expected a number, found {kind(value)}"
+                f"at {format_pointer('metrics', name)}: expected a number, found {describe_json(value)}"
             )
         return NOT_FINITE[value]
     return value
@@ -245,11 +249,11 @@ def _digest(text: str, *at: str | int) -> str:
     if algorithm not in DIGESTS:
         known = ", ".join(DIGESTS)
         raise Unsupported(
-            f"at {pointer(*at)}: {quoted(text)} is no digest that this Holdfast knows ({known})"
+            f"at {format_pointer(*at)}: {quote(text)} is no digest that this Holdfast knows ({known})"
         )
     if len(digits) != DIGESTS[algorithm] or not HEX.issuperset(digits):
         wanted = f"{DIGESTS[algorithm]} hexadecimal digits behind {algorithm}"
-        raise HeaderError(f"at {pointer(*at)}: expected {wanted}, found {quoted(digits)}")
+        raise HeaderError(f"at {format_pointer(*at)}: expected {wanted}, found {quote(digits)}")
     return text
 
 

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from functools import partial
 
-from holdfast.core.content_hash import HASH, Hashed
-from holdfast.core.keys import DATA, sibling_key
+from holdfast.core.content_hash import HASH, HashAndHead
+from holdfast.core.keys import DATA_KEY, parse_sibling_key
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.protocols import Store
 from holdfast.core.table import Table
@@ -83,7 +83,7 @@ class OpenBase(Value, frozen=True):
         short = base.short(table, there)
         same = find_unchanged_rows(table, short, threads=self.threads)
         pieces: dict[str, LazyTensor] = {}
-        recorded: dict[str, Hashed] = {}
+        recorded: dict[str, HashAndHead] = {}
         of: dict[str, int] = {}
         for row in [row for row in there if row not in short]:
             known = recorded_chunks(there[row], base.manifest.hash)
@@ -206,7 +206,7 @@ def _open_sibling(url: Url, target: Url, limits: Limits) -> Base:
     if (
         url.parent.identity != parent.identity
         or not target.key
-        or not sibling_key(f"../{folder}/{SOME_DATA}")
+        or not parse_sibling_key(f"../{folder}/{SOME_DATA}")
     ):
         raise Unsupported("it is not beside the new one, in the same prefix")
     try:
@@ -221,9 +221,10 @@ def _open_sibling(url: Url, target: Url, limits: Limits) -> Base:
         manifest = read_manifest(OpenSource(store, limits=limits))
         _check_hashes(manifest)
         places = {
-            file.name: sibling_key(file.name) or (folder, file.name) for file in manifest.files
+            file.name: parse_sibling_key(file.name) or (folder, file.name)
+            for file in manifest.files
         }
-        if not all(DATA.fullmatch(name) for _, name in places.values()):
+        if not all(DATA_KEY.fullmatch(name) for _, name in places.values()):
             raise Unsupported("its data has names that other checkpoints may write, too")
         if claims_below(parent, "deletes").intersection(one for one, _ in places.values()):
             raise Unsupported("data that it names is being deleted, or was when a process died")

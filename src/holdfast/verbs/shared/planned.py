@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 from msgspec import field as value_field
 
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.group import ALONE, Ranks, begin, compare_marks, telling, together
+from holdfast.core.group import ALONE, Ranks, begin, compare_marks, joint_phase, shared_errors
 from holdfast.core.notebook import Shown
 from holdfast.core.options import CopyConfig, Progress, pick_fields
 from holdfast.core.protocols import Store
-from holdfast.core.quantities import Size, byte_count
+from holdfast.core.quantities import Size, parse_nbytes
 from holdfast.core.value import Value, replace
 from holdfast.engine.commit.target import open_target, refusal, refuse_existing
 from holdfast.engine.commit.temporaries import wait_for_room
@@ -104,7 +104,7 @@ class Writing(Value, frozen=True, kw_only=True):
         if self.max_memory is None:
             return None
         return max(
-            1, min(UPLOADING, (byte_count(self.max_memory) - BASE_NBYTES) // 2 // PART_NBYTES)
+            1, min(UPLOADING, (parse_nbytes(self.max_memory) - BASE_NBYTES) // 2 // PART_NBYTES)
         )
 
     @property
@@ -222,7 +222,7 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
         # A run compares when it begins to write. What a dry run says of the source is one report, too.
         if self.ranks.size > 1:
             compare_marks(self.ranks, self.mark())
-        with together(self.ranks), self.ranks.counting(progress) as counted:
+        with joint_phase(self.ranks), self.ranks.joint_progress(progress) as counted:
             found.append(self.finish(self.report, counted))
         return found[0]
 
@@ -231,8 +231,8 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
         report, path = self.report, self.report.path
         with ExitStack() as blocks:
             if self.ranks.size > 1:
-                blocks.enter_context(telling(self.ranks))
-                progress = blocks.enter_context(self.ranks.counting(progress))
+                blocks.enter_context(shared_errors(self.ranks))
+                progress = blocks.enter_context(self.ranks.joint_progress(progress))
             files = [store for store in self.reads if store.read_profile.is_file]
             replaced_stores = [store for store in files if is_same_place(store.name, path)]
             if replaced_stores:
@@ -317,10 +317,10 @@ def begin_ranks(
         return ALONE, {}
     ranks = begin(asked["group"], f"write {dst}")
     stack.callback(ranks.close)
-    stack.enter_context(telling(ranks))
+    stack.enter_context(shared_errors(ranks))
     # When all have come, each knows how many share its machine.
     save = ranks.agree(b"", lambda messages: [secrets.token_hex(8).encode()] * len(messages))
-    return ranks, {"save": save.decode(), "processes": ranks.neighbours()}
+    return ranks, {"save": save.decode(), "processes": ranks.count_local_ranks()}
 
 
 def rewritten(

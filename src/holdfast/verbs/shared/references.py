@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 
-from holdfast.core.keys import sibling_key
+from holdfast.core.keys import parse_sibling_key
 from holdfast.core.limits import Limits
 from holdfast.engine.source import OpenSource
 from holdfast.engine.targets.bucket import BucketNames, ReplacedObjects
@@ -125,7 +125,7 @@ class References:
             self._known[folder] = etag, raw
             self.notes[folder] = error.message
             return
-        places = (sibling_key(name) or (folder, name) for name, _ in files)
+        places = (parse_sibling_key(name) or (folder, name) for name, _ in files)
         self._known[folder] = (
             etag,
             frozenset(
@@ -179,7 +179,9 @@ def replaced_at(url: Url, there: Collection[str]) -> ReplacedObjects:
     except HoldfastError:
         return ReplacedObjects()  # what cannot be read is not known to be a checkpoint's
     named = References(url.parent).named if shared else None
-    return ReplacedObjects([name for name in names if "/" not in name or sibling_key(name)], named)
+    return ReplacedObjects(
+        [name for name in names if "/" not in name or parse_sibling_key(name)], named
+    )
 
 
 NAMES = BucketNames(

@@ -24,7 +24,7 @@ from itertools import pairwise
 import numpy as np
 
 from holdfast.core.arrays import byte_row
-from holdfast.core.chunk import Storage, repeats
+from holdfast.core.chunk import Storage, has_overlapping_elements
 from holdfast.core.dtype import WIDEST_NBYTES
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.protocols import Request, Stamp, State
@@ -231,7 +231,9 @@ def _viewed(tensor: LazyTensor, storage: Storage | None, assembled: Assembled) -
     if storage is None:
         return replace(tensor, traits=traits)
     (chunk,) = tensor.shared_chunks
-    return replace(tensor, chunks=(chunk.over(storage),), source=assembled.source, traits=traits)
+    return replace(
+        tensor, chunks=(chunk.with_storage(storage),), source=assembled.source, traits=traits
+    )
 
 
 def _assemble(tensors: list[LazyTensor], assembled: Assembled, limits: Limits) -> Storage | str:
@@ -262,7 +264,7 @@ def _assemble(tensors: list[LazyTensor], assembled: Assembled, limits: Limits) -
         parts = f"{shown} are {nbytes:,} bytes of a storage of {reached:,}"
         return f"{parts}; they are written apart (Limits(expansion=…) allows the whole of it)"
     overlap = any(overlaps((copy.offset, copy.stop, None) for copy in filled)) or any(
-        repeats(copy.tensor.shape, copy.strides, copy.width) for copy in filled
+        has_overlapping_elements(copy.tensor.shape, copy.strides, copy.width) for copy in filled
     )
     if overlap and not assembled.agrees(storage.key):
         return f"{shown} shared a storage once, and differ now where they overlapped; they are written apart"

@@ -28,7 +28,7 @@ from holdfast.core.leaves import CONTAINERS, DICTS, Leaves, find_leaves
 from holdfast.core.leaves import Leaf as RowLeaf
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.protocols import State
-from holdfast.core.quantities import shown
+from holdfast.core.quantities import describe_value
 from holdfast.core.registry import find_hook
 from holdfast.core.table import IRREGULAR, RowKind, Table
 from holdfast.core.tensor import PLAIN, Composite, LazyTensor
@@ -206,7 +206,7 @@ class _Describing:
         try:
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise Unsupported(f"{shown(value)} gives no array: {error}") from error
+            raise Unsupported(f"{describe_value(value)} gives no array: {error}") from error
         return self._resident.array(array)
 
     def tabulate(self, leaves: Leaves) -> Table:

@@ -29,11 +29,11 @@ from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.documents import message_type, read_document, write_document
-from holdfast.core.dtype import DTYPES, SHORT, DType
+from holdfast.core.dtype import ABBREVIATIONS, DTYPES, DType
 from holdfast.core.leaves import Leaf
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
-from holdfast.core.order import natural
+from holdfast.core.order import natural_sort_key
 from holdfast.core.patterns import (
     find_rename_problems,
     find_unmatched_patterns,
@@ -108,7 +108,7 @@ class Losses:
             "smallest": "of zero, or too small, became 2^-127, the smallest number",
             "unsigned": "below zero lost their sign",
         }[outcome]
-        worst = sorted(own, key=lambda name: (-own[name], natural(name)))
+        worst = sorted(own, key=lambda name: (-own[name], natural_sort_key(name)))
         names = ", ".join(f"{name!r} ({own[name]:,})" for name in worst[:SHOWN])
         more = f" and {len(worst) - SHOWN:,} more tensors" if len(worst) > SHOWN else ""
         return f"cast to {dtype}: {sum(own.values()):,} of {self.elements:,} values {how}: {names}{more}"
@@ -165,10 +165,10 @@ NO_EDITS = Edits()
 
 def dtype_named(name: AnyDType) -> DType:
     """A floating-point dtype, by its name or a usual abbreviation."""
-    found = DTYPES.said(name) if isinstance(name, str) else DTYPES.given(name)
+    found = DTYPES.parse(name) if isinstance(name, str) else DTYPES.from_any(name)
     if found is None or found.kind != "float" or found.packed:
         known = [row.name for row in DTYPES.rows if row.kind == "float" and not row.packed]
-        near = difflib.get_close_matches(str(name), [*known, *SHORT], n=1)
+        near = difflib.get_close_matches(str(name), [*known, *ABBREVIATIONS], n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
         raise Unsupported(f"cannot cast to {str(name)!r}; {hint}", found=name)
     return found

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli import values
 from holdfast.cli.text import Line, padded, print_json, print_lines
-from holdfast.core.text import clip, escape, plural
+from holdfast.core.text import clip, escape, pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -135,7 +135,7 @@ def _table(bound: Bound, made: MappedTensors, *, everything: bool) -> Iterator[L
     yield [
         (escape(title), "title"),
         (
-            f"  fits: {plural(len(bound.targets), 'tensor')} of {bound.used:,}, checked without reading tensor data",
+            f"  fits: {pluralize(len(bound.targets), 'tensor')} of {bound.used:,}, checked without reading tensor data",
             "clean",
         ),
     ]

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 from msgspec import field
 
-from holdfast.core.strict_json import quoted
+from holdfast.core.strict_json import quote
 from holdfast.core.value import Value
 from holdfast.errors import MetadataError
 from holdfast.extras.packages.pt2.schema import SCALARS
@@ -272,7 +272,7 @@ def check_weights(
     if lacking:
         more = f" (and {len(lacking) - 1:,} more)" if len(lacking) > 1 else ""
         raise MetadataError(
-            f"the program of model {quoted(model)} asks for the weight {quoted(lacking[0])}{more}, which is not in the archive",
+            f"the program of model {quote(model)} asks for the weight {quote(lacking[0])}{more}, which is not in the archive",
             tensor=lacking[0],
         )
     differing = [
@@ -282,7 +282,7 @@ def check_weights(
         return []
     first, more = differing[0], f" (and {len(differing) - 1:,} more)" if len(differing) > 1 else ""
     return [
-        f"model {quoted(model)}: the program was exported with {program.weights[first]}, and the weight {quoted(first)}{more} "
+        f"model {quote(model)}: the program was exported with {program.weights[first]}, and the weight {quote(first)}{more} "
         "has another dtype or shape"
     ]
 

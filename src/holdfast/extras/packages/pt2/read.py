@@ -29,7 +29,7 @@ from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
 from holdfast.core.leaves import name_tensors
 from holdfast.core.protocols import Description, Source
-from holdfast.core.strict_json import kind, parse, quoted
+from holdfast.core.strict_json import describe_json, parse, quote
 from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.core.value import replace
 from holdfast.engine.files import ViewTable
@@ -122,7 +122,7 @@ def describe_pt2(source: Source) -> Description:
     named = name_tensors(tree, source.limits, reader.nbytes)
     programs = {name: model.program for name, model in models.items() if model.program is not None}
     notes = (
-        *(f"model {quoted(name)} {program}" for name, program in programs.items()),
+        *(f"model {quote(name)} {program}" for name, program in programs.items()),
         *reader.notes,
         *named.notes,
     )
@@ -227,14 +227,14 @@ class Pt2Reader:
         if record.nbytes > self.source.limits.header_nbytes:
             limit = f"Limits(header_nbytes={self.source.limits.header_nbytes:,})"
             self.notes.append(
-                f"the program of model {quoted(model)} is {record.nbytes:,} bytes, above {limit}: not looked at"
+                f"the program of model {quote(model)} is {record.nbytes:,} bytes, above {limit}: not looked at"
             )
             return None
         try:
             return summarise(self._bytes(record))
         except ValueError as error:
             self.notes.append(
-                f"the program of model {quoted(model)} cannot be read: {str(error)[:200]}"
+                f"the program of model {quote(model)} cannot be read: {str(error)[:200]}"
             )
             return None
 
@@ -287,7 +287,7 @@ class Pt2Reader:
         legacy = self.archive.get(f"{folder}{model}.pt")
         if config is not None and legacy is not None:
             raise HeaderError(
-                f"the {what}s of model {quoted(model)} are described twice, by a config and by a torch.save"
+                f"the {what}s of model {quote(model)} are described twice, by a config and by a torch.save"
             )
         if config is None:
             return self._names_of(
@@ -312,7 +312,7 @@ class Pt2Reader:
             return self.payloads.value(record)
         if folder == CONSTANTS and not entry.record.startswith(TENSOR):
             raise HeaderError(
-                f"a constant in the record {quoted(entry.record)}, which is neither a tensor's nor an object's"
+                f"a constant in the record {quote(entry.record)}, which is neither a tensor's nor an object's"
             )
         if entry.use_pickle:
             return _checked(self.payloads.value(record), entry)
@@ -350,7 +350,7 @@ class Pt2Reader:
         dtype, storage, first = self._raw[record.name]
         if dtype is not meta.dtype:
             message = (
-                f"the record {record.name!r} is {dtype} for {quoted(first)} and {meta.dtype} here"
+                f"the record {record.name!r} is {dtype} for {quote(first)} and {meta.dtype} here"
             )
             raise MetadataError(message, expected=dtype.name, found=meta.dtype.name)
         shape, strides, offset, last = reach(
@@ -378,7 +378,7 @@ class Pt2Reader:
             return {}
         if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
             raise MetadataError(
-                f"the {what}s of model {quoted(model)} are no dict of names",
+                f"the {what}s of model {quote(model)} are no dict of names",
                 found=type(value).__name__,
             )
         return dict(value)
@@ -394,7 +394,7 @@ class Pt2Reader:
             document = parse(raw, self.source.limits)
         if not isinstance(document, dict):
             raise HeaderError(
-                f"the config of the compiled weights of model {quoted(model)} is {kind(document)}"
+                f"the config of the compiled weights of model {quote(model)} is {describe_json(document)}"
             )
         values: Values = {}
         for name, row in document.items():
@@ -408,7 +408,7 @@ class Pt2Reader:
                 record = self.archive.get(WEIGHTS + path)
             case _:
                 raise HeaderError(
-                    f"a record, sizes, strides and an offset were expected, not {kind(row)}"
+                    f"a record, sizes, strides and an offset were expected, not {describe_json(row)}"
                 )
         if record is None:
             raise MetadataError(f"there is no record {WEIGHTS}{path[:80]}", found=path)

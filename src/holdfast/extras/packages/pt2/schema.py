@@ -20,7 +20,7 @@ import msgspec
 
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
-from holdfast.core.strict_json import kind, parse, quoted
+from holdfast.core.strict_json import describe_json, parse, quote
 from holdfast.errors import HeaderError, HoldfastError, MetadataError, UnsafePath
 
 SCALARS: Mapping[int, str] = {
@@ -97,8 +97,8 @@ def about(model: str, what: str, name: str | None = None) -> Iterator[None]:
     try:
         yield
     except HoldfastError as error:
-        which = what if name is None else f"{what} {quoted(name)}"
-        error.message = f"{which} of model {quoted(model)}: {error.message}"
+        which = what if name is None else f"{what} {quote(name)}"
+        error.message = f"{which} of model {quote(model)}: {error.message}"
         error.tensor = error.tensor or name
         raise error from None
 
@@ -109,8 +109,8 @@ def parse_config(raw: bytes, limits: Limits, *, model: str, what: str) -> dict[s
         document = parse(raw, limits)
     if not isinstance(document, dict) or not isinstance(document.get("config"), dict):
         raise HeaderError(
-            f"the config of the {what}s of model {quoted(model)} has no object 'config'",
-            found=kind(document),
+            f"the config of the {what}s of model {quote(model)} has no object 'config'",
+            found=describe_json(document),
         )
     entries = {}
     for name, value in document["config"].items():
@@ -126,7 +126,7 @@ def _entry(value: object) -> ConfigEntry:
         raise HeaderError(f"{error}, where $ is the entry") from None
     record, meta = stored.path_name, stored.tensor_meta
     if record in (".", "..") or not RECORD(record):
-        raise UnsafePath(f"{quoted(record)} is no name of a record in this folder", found=record)
+        raise UnsafePath(f"{quote(record)} is no name of a record in this folder", found=record)
     return ConfigEntry(
         record,
         stored.is_param,

@@ -82,17 +82,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def report_lines(done: Pruned, seconds: float, most: int | None) -> Iterator[Line]:
-    from holdfast.core.order import in_order
-    from holdfast.core.text import clip, count, escape, nbytes, plural
+    from holdfast.core.order import sort_naturally
+    from holdfast.core.text import clip, escape, format_count, format_nbytes, pluralize
 
-    shown = in_order(done.tensors, lambda row: row.name)[:most]
+    shown = sort_naturally(done.tensors, lambda row: row.name)[:most]
     names = padded([row.name for row in shown])
     rules = [escape(clip(row.rule, 60)) for row in shown]
     for name, rule, row in zip(names, rules, shown, strict=True):
         line: Line = [
             (name, "name"),
             (f"  {_percent(row.sparsity)} zero", "size"),
-            (f"  {count(row.pruned):>8} pruned", ""),
+            (f"  {format_count(row.pruned):>8} pruned", ""),
             (f"  {_percent(row.norm_lost)} of the norm lost", "value"),
             (f"  {rule}", "dim"),
         ]
@@ -102,17 +102,17 @@ def report_lines(done: Pruned, seconds: float, most: int | None) -> Iterator[Lin
             line.append((f"  {row.nonfinite:,} NaN or infinite", "note"))
         yield line
     if len(shown) < len(done.tensors):
-        yield [(f"… {plural(len(done.tensors) - len(shown), 'more tensor')}: use --all", "dim")]
+        yield [(f"… {pluralize(len(done.tensors) - len(shown), 'more tensor')}: use --all", "dim")]
     yield [
-        (plural(len(done.tensors), "tensor"), "title"),
+        (pluralize(len(done.tensors), "tensor"), "title"),
         (
             f"  {_percent(done.sparsity).strip()} zero, {_percent(done.norm_lost).strip()} of the norm lost",
             "",
         ),
-        (f"  ({plural(done.kept, 'other')} unchanged)", "dim"),
+        (f"  ({pluralize(done.kept, 'other')} unchanged)", "dim"),
     ]
     if not done.done:
-        size = f"  {done.format}  {nbytes(done.nbytes)}"
+        size = f"  {done.format}  {format_nbytes(done.nbytes)}"
         yield [("would write ", "dim"), (escape(clip(done.path, 400)), "title"), (size, "dim")]
         yield from note_lines(done.notes)
     else:

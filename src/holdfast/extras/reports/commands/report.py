@@ -114,11 +114,11 @@ def add_report_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _share(text: str) -> float:
-    from holdfast.core.quantities import share
+    from holdfast.core.quantities import parse_fraction
     from holdfast.errors import BadArgument
 
     try:
-        return share(text)
+        return parse_fraction(text)
     except BadArgument as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share; write 1% or 0.01") from error
 
@@ -134,8 +134,8 @@ def report_request_of(options: argparse.Namespace, ranks: Ranks) -> ReportReques
 
 def run(options: argparse.Namespace) -> int:
     from holdfast.cli.progress import bar
-    from holdfast.core.group import acting
-    from holdfast.core.text import clip, escape, nbytes
+    from holdfast.core.group import joined_ranks
+    from holdfast.core.text import clip, escape, format_nbytes
     from holdfast.errors import BadArgument
     from holdfast.extras.reports.report import Report, page_target, prepared
 
@@ -146,19 +146,19 @@ def run(options: argparse.Namespace) -> int:
         page_target(options.output, overwrite=options.overwrite)
     quiet = options.quiet or options.json
     with (
-        acting(options.group, "report") as ranks,
+        joined_ranks(options.group, "report") as ranks,
         prepared(options.path, options.other, report_request_of(options, ranks)) as ready,
         bar("Reading", ready.nbytes, quiet=quiet or not ready.nbytes) as progress,
-        ranks.counting(progress) as counted,
+        ranks.joint_progress(progress) as counted,
     ):
         made = Report(ready.make(counted).document)
         where = None
-        if ranks.first and options.output is not None:
+        if ranks.is_first and options.output is not None:
             where = Path(made.save(options.output, overwrite=options.overwrite))
     if options.json:
         print_json(made.document)
     elif where is not None and not options.quiet:
-        size = f"  {nbytes(os.path.getsize(where))}"
+        size = f"  {format_nbytes(os.path.getsize(where))}"
         print_lines(
             [[("wrote ", "clean"), (escape(clip(str(where), 400)), "title"), (size, "size")]]
         )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli import values
 from holdfast.cli.text import Line, fields_of, note_lines, print_json, print_lines, width
-from holdfast.core.text import clip, escape, listed, nbytes, plural
+from holdfast.core.text import clip, escape, format_nbytes, list_names, pluralize
 
 if TYPE_CHECKING:
     from holdfast.extras.runs.place import RunPlace
@@ -182,9 +182,11 @@ def swept_lines(done: Swept) -> Iterator[Line]:
             ("deleted " if done.done else "would delete ", "error"),
             (escape(clip(key, 400)), "name"),
         ]
-    total = f"  {plural(len(done.keys), 'object')}, {nbytes(done.nbytes)}{' deleted' if done.done else ' would be deleted'}"
+    objects = pluralize(len(done.keys), "object")
+    deleted = "deleted" if done.done else "would be deleted"
+    total = f"  {objects}, {format_nbytes(done.nbytes)} {deleted}"
     young = (
-        f"; {plural(done.young, 'object')} without a manifest too new to delete"
+        f"; {pluralize(done.young, 'object')} without a manifest too new to delete"
         if done.young
         else ""
     )
@@ -238,14 +240,14 @@ def _head(table: RunTable) -> Iterator[Line]:
     rules = ", ".join(map(str, table.rules))
     yield [
         (escape(clip(table.path, 400)), "title"),
-        (f"  {plural(whole, 'step')}, {nbytes(table.total_nbytes)}", "size"),
+        (f"  {pluralize(whole, 'step')}, {format_nbytes(table.total_nbytes)}", "size"),
         (
             f"  keep {escape(clip(rules, 300))}" if rules else f"  no rules: {table.without_rules}",
             "dim",
         ),
     ]
     if table.unsealed:
-        names = listed([escape(clip(name, 60)) for name in table.unsealed], 3)
+        names = list_names([escape(clip(name, 60)) for name in table.unsealed], 3)
         how = "run `holdfast seal PATH` to add each as a step, with `--step N` if its name and files contain no step number"
         yield [(f"  not listed, because they have no seal: {names}; {how}", "note")]
     if table.writer is not None:
@@ -255,9 +257,9 @@ def _head(table: RunTable) -> Iterator[Line]:
 def _cells(row: RunRow, metrics: Sequence[str], *, shares: bool, now: float) -> list[str]:
     step = row.step
     assert step is not None  # The others have no cells.
-    cells = [str(step.step), age(now - step.saved), nbytes(step.nbytes)]
+    cells = [str(step.step), age(now - step.saved), format_nbytes(step.nbytes)]
     if shares:
-        cells += [nbytes(row.new_nbytes), nbytes(row.shared_nbytes)]
+        cells += [format_nbytes(row.new_nbytes), format_nbytes(row.shared_nbytes)]
     return cells + [f"{step.metrics[name]:.5g}" if name in step.metrics else "" for name in metrics]
 
 
@@ -288,7 +290,7 @@ def plan_lines(table: RunTable) -> Iterator[Line]:
                 "error" if row.fate.goes else "clean",
             ),
             (f"  step {row.step.step}", "name"),
-            (f"  {nbytes(row.step.nbytes)}", "size"),
+            (f"  {format_nbytes(row.step.nbytes)}", "size"),
             (f"  {escape(clip(row.fate.why, 300))}", "dim"),
         ]
     for row in table.rows:
@@ -300,7 +302,7 @@ def plan_lines(table: RunTable) -> Iterator[Line]:
                     "dim",
                 ),
             ]
-    yield [(f"  {plural(going, 'step')} would be deleted", "note" if going else "dim")]
+    yield [(f"  {pluralize(going, 'step')} would be deleted", "note" if going else "dim")]
 
 
 def gone_lines(path: str, gone: Sequence[Step], notes: Sequence[str]) -> Iterator[Line]:
@@ -309,9 +311,9 @@ def gone_lines(path: str, gone: Sequence[Step], notes: Sequence[str]) -> Iterato
         yield [
             ("deleted ", "error"),
             (f"step {step.step}", "name"),
-            (f"  {nbytes(step.nbytes)}", "size"),
+            (f"  {format_nbytes(step.nbytes)}", "size"),
         ]
-    yield [(escape(clip(path, 400)), "title"), (f"  {plural(len(gone), 'step')} deleted", "dim")]
+    yield [(escape(clip(path, 400)), "title"), (f"  {pluralize(len(gone), 'step')} deleted", "dim")]
 
 
 def document(table: RunTable, gone: Sequence[Step]) -> dict[str, object]:
