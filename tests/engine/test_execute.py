@@ -12,7 +12,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import FILE_PROFILE
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.coalesce import Policy
+from holdfast.engine.coalesce import JoinPolicy
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import run_all
 from holdfast.errors import StoreError
@@ -100,7 +100,7 @@ def test_ten_thousand_scattered_slices_are_joined_as_far_as_the_policy_allows(ma
         assert np.array_equal(found[i], matrix[r, c : c + 16])
     assert store.calls < 7_000
     # A tenth in vain, and gaps that are cheaper to read than to skip: at most one for each slice.
-    assert store.nbytes <= 10_000 * 64 * 1.1 + 10_000 * Policy().free_gap
+    assert store.nbytes <= 10_000 * 64 * 1.1 + 10_000 * JoinPolicy().free_gap
 
 
 def test_ten_thousand_neighbours_become_very_few_reads(matrix):
@@ -131,7 +131,7 @@ def test_scratch_memory_is_bounded(threads):
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < (threads + 1) * Policy().block * 1.25
+    assert peak < (threads + 1) * JoinPolicy().block_nbytes * 1.25
 
 
 def test_contiguous_reads_need_no_scratch_at_all(matrix):

@@ -44,7 +44,7 @@ def table_of(storages: list[tuple[Place, int]], numbers: list[int]) -> Table:
 
 def plainly(found: StoredRanges) -> list[tuple[Place, int, list[int]]]:
     return [
-        (found.ranges.place(number), found.crcs.item(number), found.rows_of(number))
+        (found.ranges.locate(number), found.crcs.item(number), found.rows_of(number))
         for number in range(len(found))
     ]
 

@@ -13,7 +13,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
-from holdfast.engine.coalesce import Policy, coalesce
+from holdfast.engine.coalesce import JoinPolicy, coalesce
 from holdfast.engine.source import OpenSource
 from holdfast.errors import BadIndex
 from holdfast.stores.memory import MemoryStore
@@ -21,11 +21,11 @@ from tests.properties.strategies import chunks, read_slowly
 from tests.sampling import examples
 
 policies = st.builds(
-    Policy,
+    JoinPolicy,
     free_gap=st.integers(0, 9),
     max_gap=st.integers(0, 64),
     over_read=st.sampled_from([0.0, 0.1, 2.0]),
-    block=st.integers(1, 64),
+    block_nbytes=st.integers(1, 64),
 )
 
 
@@ -141,7 +141,7 @@ def test_joined_reads_cover_everything_and_over_read_is_bounded(ranges, policy):
             length = len(list(run))
             assert length <= max(policy.free_gap, policy.max_gap)
             wasted += length if length > policy.free_gap else 0
-        assert int(starts[b - 1]) - int(starts[a]) < policy.block or b - a == 1
+        assert int(starts[b - 1]) - int(starts[a]) < policy.block_nbytes or b - a == 1
     assert wasted <= int((stops - starts).sum()) * policy.over_read
 
 

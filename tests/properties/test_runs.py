@@ -7,11 +7,13 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.engine.boxes import strided_ranges
-from holdfast.engine.coalesce import Policy, coalesce
+from holdfast.engine.coalesce import JoinPolicy, coalesce
 from tests.properties.strategies import bytes_touched, chunks
 from tests.sampling import examples
 
-TOUCHING = Policy(free_gap=0, max_gap=0, over_read=0.0, separate_nbytes=1 << 62, block=1 << 62)
+TOUCHING = JoinPolicy(
+    free_gap=0, max_gap=0, over_read=0.0, separate_nbytes=1 << 62, block_nbytes=1 << 62
+)
 """Joins what touches, and nothing else."""
 
 

@@ -253,20 +253,22 @@ def test_expanded_views_are_refused_before_they_cost():
     st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 60), st.integers(0, 30)), max_size=8),
     st.integers(1, 20),
 )
-def test_every_byte_of_every_span_is_in_one_piece(places, block):
+def test_every_byte_of_every_range_is_in_one_piece(places, block):
     ranges = [SweptRange(*place) for place in places]
-    seen = [[] for _ in ranges]
+    bytes_by_range = [[] for _ in ranges]
     content = {"a": bytes(range(100)), "b": bytes(range(100, 200))}
     sweep = RangeSums(MemoryStore(content), ranges, block=block)
-    for file in sweep.reads():
-        for number, (start, stop) in enumerate(zip(file.starts, file.stops, strict=True)):
-            parts = list(file.of(number))
-            assert (start, stop) == (min(a for _, a, _ in parts), max(z for _, _, z in parts))
+    for reads in sweep.reads():
+        for read_index, (start, stop) in enumerate(zip(reads.starts, reads.stops, strict=True)):
+            pieces = list(reads.select_pieces(read_index).rows())
+            assert start == min(piece_start for _, piece_start, _ in pieces)
+            assert stop == max(piece_stop for _, _, piece_stop in pieces)
             assert stop - start <= block
-            assert {ranges[owner].key for owner, _, _ in parts} == {file.key}
-            for owner, begin, end in parts:
-                seen[owner] += range(begin, end)
-    assert [sorted(s) for s in seen] == [list(range(s.start, s.stop)) for s in ranges]
+            assert {ranges[range_index].key for range_index, _, _ in pieces} == {reads.key}
+            for range_index, piece_start, piece_stop in pieces:
+                bytes_by_range[range_index] += range(piece_start, piece_stop)
+    expected_bytes = [list(range(swept.start, swept.stop)) for swept in ranges]
+    assert [sorted(offsets) for offsets in bytes_by_range] == expected_bytes
     for task in sweep.tasks():
         task()
     assert [sweep.outcome(i) for i in range(len(ranges))] == [

@@ -26,7 +26,7 @@ from holdfast.core.protocols import Request, Store
 from holdfast.core.runtime import address_of, memory_at
 from holdfast.core.value import Value
 from holdfast.engine.checksums import StorageChecks, build_damage_error
-from holdfast.engine.coalesce import MEMORY, Policy, Ranges, join_files
+from holdfast.engine.coalesce import MEMORY, JoinPolicy, Ranges, join_ranges
 from holdfast.engine.ranges import UNKNOWN, RangeReads, read_ranges
 from holdfast.engine.threads import INLINE_NBYTES, run_all
 from holdfast.errors import Corrupted
@@ -135,7 +135,7 @@ def read_boxes(
     requests: Sequence[Request],
     *,
     threads: int,
-    policy: Policy,
+    policy: JoinPolicy,
     checks: StorageChecks,
 ) -> int:
     """Fill every request and return how many bytes were read.
@@ -145,7 +145,7 @@ def read_boxes(
     total_nbytes = 0
     # One piece of memory for all batches: fresh memory would cost as much as the reading.
     memory = np.empty(0, np.uint8)
-    for pieces in _batches(_cut_requests(requests, policy), policy.block * threads):
+    for pieces in _batches(_cut_requests(requests, policy), policy.block_nbytes * threads):
         ends = [*accumulate((piece.scratch_nbytes for piece in pieces), initial=0)]
         if ends[-1] > len(memory):
             memory = np.empty(ends[-1], np.uint8)
@@ -165,15 +165,15 @@ def read_boxes(
     return total_nbytes
 
 
-def read_cost(requests: Sequence[Request], policy: Policy = MEMORY) -> tuple[int, int, int]:
+def read_cost(requests: Sequence[Request], policy: JoinPolicy = MEMORY) -> tuple[int, int, int]:
     """Return how many reads, and of how many bytes, would fill requests, and how many bytes are wanted. Nothing is read."""
     read_count = read_nbytes = 0
-    for pieces in _batches(_cut_requests(requests, policy), policy.block):
+    for pieces in _batches(_cut_requests(requests, policy), policy.block_nbytes):
         reads = _piece_ranges(pieces, [None] * len(pieces))
         columns = (np.asarray(one, np.int64) for one in (reads.files, reads.starts, reads.nbytes))
-        for parts in join_files(Ranges(reads.keys, *columns), policy):
-            read_count += len(parts.starts)
-            read_nbytes += parts.nbytes
+        for joined in join_ranges(Ranges(reads.keys, *columns), policy):
+            read_count += len(joined.starts)
+            read_nbytes += joined.nbytes
     wanted_nbytes = sum(
         request.tensor.dtype.nbytes(chunk.box.count // _repeats(chunk))
         for request in requests
@@ -201,13 +201,13 @@ def _finish_piece(piece: BoxPiece, scratch: np.ndarray | None, checks: StorageCh
         piece.arrange(scratch)
 
 
-def _cut_requests(requests: Sequence[Request], policy: Policy) -> Iterator[BoxPiece]:
+def _cut_requests(requests: Sequence[Request], policy: JoinPolicy) -> Iterator[BoxPiece]:
     for request in requests:
         tensor = request.tensor
         for chunk in tensor.chunks:
             # Most chunks lie in the file as they will in memory: no need to look at them dimension by dimension.
             extent = _contiguous_bits(chunk, tensor.dtype, request.out)
-            if 0 < extent <= policy.block * 8 and chunk.shape == tensor.shape:
+            if 0 < extent <= policy.block_nbytes * 8 and chunk.shape == tensor.shape:
                 ranges = StridedRanges(chunk.offset, extent, ())
                 yield BoxPiece(chunk, tensor.dtype, request.out, ranges, True, tensor.name)
                 continue
@@ -231,12 +231,12 @@ def _contiguous_bits(chunk: Chunk, dtype: DType, out: np.ndarray) -> int:
     )
 
 
-def cut(chunk: Chunk, dtype: DType, policy: Policy) -> Iterator[tuple[Chunk, StridedRanges]]:
+def cut(chunk: Chunk, dtype: DType, policy: JoinPolicy) -> Iterator[tuple[Chunk, StridedRanges]]:
     """Cut a chunk until its ranges have at most a block of bytes, and there are at most `MAX_RANGES` of them."""
     if chunk.box.count == 0:
         return
     ranges = strided_ranges(chunk, dtype, policy.free_gap)
-    block_bits = policy.block * 8
+    block_bits = policy.block_nbytes * 8
     count = ranges.count(chunk)
     inner = [d for d in range(chunk.box.rank) if d not in ranges.outer and chunk.shape[d] > 1]
     # Ranges of packed elements that begin at several bits of a byte cannot stand side by side in scratch memory.

@@ -24,7 +24,7 @@ from holdfast.core.documents import message_type, read_document, write_document
 from holdfast.core.group import Ranks, exchange
 from holdfast.core.protocols import Request, Store, group_by_source
 from holdfast.core.value import Value, replace
-from holdfast.engine.coalesce import SUMS, Parts, Ranges, join_files
+from holdfast.engine.coalesce import SUMS, JoinedReads, RangePieces, Ranges, join_ranges
 from holdfast.engine.ranges import read_joined, split_reads
 from holdfast.engine.threads import DEFAULT_THREADS, Scratch, run_reads
 from holdfast.errors import (
@@ -66,16 +66,16 @@ class RangeSums:
         ranges: Iterable[SweptRange] | Ranges,
         *,
         summed: Bools | None = None,
-        block: int = SUMS.block,
+        block: int = SUMS.block_nbytes,
     ) -> None:
         """Take ranges one by one, or as columns; `summed` says of which the CRC is wanted (by default of all)."""
         if not isinstance(ranges, Ranges):
             given = list(ranges)
-            ranges = Ranges.of([(swept.key, swept.start, swept.nbytes) for swept in given])
+            ranges = Ranges.from_tuples([(swept.key, swept.start, swept.nbytes) for swept in given])
             summed = np.fromiter((swept.summed for swept in given), np.bool_, len(given))
         self._store, self._ranges = store, ranges
         self._summed = np.ones(len(ranges), np.bool_) if summed is None else summed
-        self._policy = replace(SUMS, block=block)
+        self._policy = replace(SUMS, block_nbytes=block)
         starts, stops = ranges.starts, ranges.starts + ranges.nbytes
         self._cut = (
             stops - 1
@@ -91,42 +91,48 @@ class RangeSums:
             int, HoldfastError
         ] = {}  # What kept ranges from being read, by their numbers.
 
-    def reads(self) -> list[Parts]:
+    def reads(self) -> list[JoinedReads]:
         """The ranges of each file, cut and joined; each byte of each range is in one part."""
-        return join_files(self._ranges, self._policy)
+        return join_ranges(self._ranges, self._policy)
 
     def tasks(self, progress: Progress | None = None) -> list[Callable[[], None]]:
         """What is to be done, about a block each. They raise nothing that is about the files."""
         scratch = Scratch()
         return [
-            partial(self._sum_reads, parts, first, last, scratch=scratch, progress=progress)
-            for parts in self.reads()
-            for first, last in split_reads(parts, self._policy.block)
+            partial(self._sum_reads, reads, first, last, scratch=scratch, progress=progress)
+            for reads in self.reads()
+            for first, last in split_reads(reads, self._policy.block_nbytes)
         ]
 
     def _sum_reads(
-        self, parts: Parts, first: int, last: int, *, scratch: Scratch, progress: Progress | None
+        self,
+        reads: JoinedReads,
+        first: int,
+        last: int,
+        *,
+        scratch: Scratch,
+        progress: Progress | None,
     ) -> None:
         """Do joined reads [first, last) of one file."""
         for number in range(first, last):
-            columns = parts.columns(number)
+            pieces = reads.select_pieces(number)
             try:
-                data = read_joined(self._store, parts, number, scratch)
+                data = read_joined(self._store, reads, number, scratch)
             except HoldfastError:
-                for owner, begin, end in parts.of(number):
+                for owner, begin, end in pieces.rows():
                     self.try_again(owner, begin, scratch.of(end - begin))
             else:
-                self.add(columns, int(parts.starts[number]), data)
+                self.add(pieces, int(reads.starts[number]), data)
             if progress is not None:
-                # Without what lies between the parts: nobody counts that.
-                progress(int((columns[2] - columns[1]).sum()))
+                # Without what lies between the pieces: nobody counts that.
+                progress(int((pieces.stops - pieces.starts).sum()))
 
-    def add(self, columns: tuple[Ints, Ints, Ints], origin: int, data: memoryview) -> None:
-        """Sum up parts of ranges (their numbers, starts and stops) whose sums are wanted; byte `origin` of the file comes first."""
-        owners, begins, ends = columns
-        wanted = self._summed[owners]
+    def add(self, pieces: RangePieces, origin: int, data: memoryview) -> None:
+        """Sum up pieces of ranges whose sums are wanted; byte `origin` of the file comes first."""
+        wanted = self._summed[pieces.range_indices]
         if not wanted.all():
-            owners, begins, ends = owners[wanted], begins[wanted], ends[wanted]
+            pieces = pieces.select(np.flatnonzero(wanted))
+        owners, begins, ends = pieces.range_indices, pieces.starts, pieces.stops
         places = zip((begins - origin).tolist(), (ends - origin).tolist(), strict=True)
         crcs = [crc32(data[begin:end]) for begin, end in places]
         cut = self._cut[owners]
@@ -147,9 +153,10 @@ class RangeSums:
         except HoldfastError as error:
             self.errors.setdefault(number, drop_tracebacks(error))
         else:
-            self.add(
-                (np.array([number]), np.array([start]), np.array([start + out.nbytes])), start, out
+            pieces = RangePieces(
+                np.array([number]), np.array([start]), np.array([start + out.nbytes])
             )
+            self.add(pieces, start, out)
 
     def join(self, ranks: Ranks) -> None:
         """Take what the other ranks have summed, each by its own tasks."""

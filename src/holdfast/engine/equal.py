@@ -22,7 +22,7 @@ from holdfast.engine.coalesce import SUMS, Ranges
 from holdfast.engine.ranges import read_to_scratch
 from holdfast.engine.threads import DEFAULT_THREADS, run_reads
 
-SIDE = replace(SUMS, block=2 << 20)
+SIDE = replace(SUMS, block_nbytes=2 << 20)
 """How each side is read. The blocks of two sides take as much cache as one block that is summed."""
 
 BATCH_RANGES = 4096
@@ -66,8 +66,8 @@ def compare_bytes(
     for stores, (numbers, *places) in by_stores.items():
         names_a = [pairs[number][0].name for number in numbers]
         names_b = [pairs[number][1].name for number in numbers]
-        side_a = StoreRanges(stores[0], Ranges.of(places[0]), names_a.__getitem__)
-        side_b = StoreRanges(stores[1], Ranges.of(places[1]), names_b.__getitem__)
+        side_a = StoreRanges(stores[0], Ranges.from_tuples(places[0]), names_a.__getitem__)
+        side_b = StoreRanges(stores[1], Ranges.from_tuples(places[1]), names_b.__getitem__)
         are_equal = compare_ranges(side_a, side_b, progress, threads=threads)
         for number, is_equal in zip(numbers, are_equal.tolist(), strict=True):
             same[number] = is_equal
@@ -89,11 +89,11 @@ def compare_ranges(
 
 def _cut_batches(ranges: Ranges) -> Iterator[tuple[Ints, int, int]]:
     """Yield batches of whole ranges, with 0 and -1; and pieces of one range, with their first byte and length."""
-    is_long = ranges.nbytes > SIDE.block
+    is_long = ranges.nbytes > SIDE.block_nbytes
     for number in np.flatnonzero(is_long).tolist():
         nbytes = ranges.nbytes.item(number)
-        for begin in range(0, nbytes, SIDE.block):
-            yield np.array([number]), begin, min(SIDE.block, nbytes - begin)
+        for begin in range(0, nbytes, SIDE.block_nbytes):
+            yield np.array([number]), begin, min(SIDE.block_nbytes, nbytes - begin)
 
     (numbers,) = ((ranges.nbytes > 0) & ~is_long).nonzero()
     order = np.lexsort((ranges.starts[numbers], ranges.files[numbers]))
@@ -101,7 +101,7 @@ def _cut_batches(ranges: Ranges) -> Iterator[tuple[Ints, int, int]]:
     reach = ranges.nbytes[numbers].cumsum()
     first = before = 0
     while first < len(numbers):
-        last = int(reach.searchsorted(before + SIDE.block, side="right"))
+        last = int(reach.searchsorted(before + SIDE.block_nbytes, side="right"))
         last = min(max(last, first + 1), first + BATCH_RANGES)
         yield numbers[first:last], 0, -1
         first, before = last, reach.item(last - 1)

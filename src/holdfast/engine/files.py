@@ -435,7 +435,7 @@ class StoredRanges(Value, frozen=True, eq=False):
         counts, kept = np.diff(self.heads), wanted[self.range_indices]
         heads = np.append(0, np.cumsum(counts[wanted]))
         return StoredRanges(
-            self.ranges.some(wanted), self.stores, self.crcs[wanted], heads, self.rows[kept]
+            self.ranges.select(wanted), self.stores, self.crcs[wanted], heads, self.rows[kept]
         )
 
     def with_unused_ranges(

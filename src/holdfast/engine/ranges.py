@@ -26,7 +26,7 @@ from holdfast.core.protocols import Store
 from holdfast.core.runtime import address_of, memory_at
 from holdfast.core.table import Column
 from holdfast.core.value import Value
-from holdfast.engine.coalesce import RECORDS, Parts, Policy, Ranges, Reads, join_files
+from holdfast.engine.coalesce import RECORDS, JoinedReads, JoinPolicy, Ranges, join_ranges
 from holdfast.engine.threads import INLINE_NBYTES, Scratch, run_reads
 from holdfast.errors import Corrupted, HoldfastError, error_context
 
@@ -57,7 +57,9 @@ class RangeReads(Value, frozen=True, eq=False):
     """The error for a range that has another checksum: takes its number and the checksum of its bytes."""
 
 
-def read_ranges(store: Store, reads: RangeReads, *, threads: int, policy: Policy = RECORDS) -> int:
+def read_ranges(
+    store: Store, reads: RangeReads, *, threads: int, policy: JoinPolicy = RECORDS
+) -> int:
     """Read every range to its destination and return how many bytes were read.
 
     Raises the error of a range that cannot be read, or whose checksum does not match.
@@ -80,13 +82,13 @@ def read_ranges(store: Store, reads: RangeReads, *, threads: int, policy: Policy
     scratch = Scratch()
     file_reads = [
         _FileReads(store, reads, ranges, parts, addresses=addresses, crcs=crcs, scratch=scratch)
-        for parts in join_files(ranges, policy)
+        for parts in join_ranges(ranges, policy)
     ]
     total_nbytes = sum(file.parts.nbytes for file in file_reads)
     # Of a remote store each joined read is a task, so that none waits for another.
-    task_nbytes = 1 if profile.request_count else policy.block
+    task_nbytes = 1 if profile.request_count else policy.block_nbytes
     tasks = [
-        partial(file.run, first, last, policy.block)
+        partial(file.run, first, last, policy.block_nbytes)
         for file in file_reads
         for first, last in split_reads(file.parts, task_nbytes)
     ]
@@ -98,7 +100,7 @@ def read_ranges(store: Store, reads: RangeReads, *, threads: int, policy: Policy
 
 
 def read_to_scratch(
-    store: Store, ranges: Ranges, name: Callable[[int], str], *, policy: Policy
+    store: Store, ranges: Ranges, name: Callable[[int], str], *, policy: JoinPolicy
 ) -> np.ndarray:
     """Read ranges to fresh memory on this thread, one behind the other. No checksum is compared."""
     out = np.empty(int(ranges.nbytes.sum()), np.uint8)
@@ -132,7 +134,7 @@ def _read_one_by_one(store: Store, reads: RangeReads) -> None:
             raise reads.damaged(number, found)
 
 
-def split_reads(reads: Reads, nbytes: int) -> Iterator[tuple[int, int]]:
+def split_reads(reads: JoinedReads, nbytes: int) -> Iterator[tuple[int, int]]:
     """Yield the joined reads of one file as tasks of about so many bytes: the first read, and the one behind the last."""
     reach = (reads.stops - reads.starts).cumsum()
     first = before = 0
@@ -143,7 +145,7 @@ def split_reads(reads: Reads, nbytes: int) -> Iterator[tuple[int, int]]:
         first, before = last, int(reach[last - 1])
 
 
-def read_joined(store: Store, reads: Reads, number: int, scratch: Scratch) -> memoryview:
+def read_joined(store: Store, reads: JoinedReads, number: int, scratch: Scratch) -> memoryview:
     """Return the bytes of a joined read: as they lie in memory already, or read to scratch memory."""
     start, stop = reads.starts.item(number), reads.stops.item(number)
     memory = store.map(reads.key) if store.read_profile.is_in_memory else None
@@ -158,7 +160,7 @@ class _FileReads:
     """The ranges of one file, which are cut where its blocks end."""
 
     def __init__(
-        self, store: Store, reads: RangeReads, ranges: Ranges, parts: Parts, *, addresses: Ints,
+        self, store: Store, reads: RangeReads, ranges: Ranges, parts: JoinedReads, *, addresses: Ints,
         crcs: Ints, scratch: Scratch,
     ) -> None:  # fmt: skip
         self._store = store
@@ -166,11 +168,11 @@ class _FileReads:
         self._ranges = ranges
         self._scratch = scratch
         self.parts = parts
-        owners = parts.owners
-        self._addresses = addresses[owners] + parts.begins - ranges.starts[owners]
+        owners = parts.pieces.range_indices
+        self._addresses = addresses[owners] + parts.pieces.starts - ranges.starts[owners]
         self._crcs = crcs[owners]
         self._recorded = crcs
-        self._is_whole = parts.ends - parts.begins == ranges.nbytes[owners]
+        self._is_whole = parts.pieces.stops - parts.pieces.starts == ranges.nbytes[owners]
         self._sums: dict[int, BlockCrcs] = {}
 
     def run(self, first: int, last: int, block: int) -> None:
@@ -178,7 +180,7 @@ class _FileReads:
 
         What has a checksum is read a block at a time.
         """
-        heads = self.parts.heads[first : last + 1]
+        heads = self.parts.first_pieces[first : last + 1]
         parts = heads[:-1]
         is_single = np.diff(heads) == 1
         columns = (
@@ -199,7 +201,9 @@ class _FileReads:
                 elif not has_crc:
                     read(key, start, memory[address : address + stop - start])
                 else:
-                    owner = self.parts.owners.item(self.parts.heads.item(number))
+                    owner = self.parts.pieces.range_indices.item(
+                        self.parts.first_pieces.item(number)
+                    )
                     for begin in range(start, stop, block):
                         nbytes = min(block, stop - begin)
                         place = address + begin - start
@@ -215,8 +219,12 @@ class _FileReads:
     def _spread(self, number: int, data: memoryview) -> None:
         """Copy the ranges of a joined read to their destinations."""
         origin = int(self.parts.starts[number])
-        span = slice(*self.parts.heads[number : number + 2].tolist())
-        begins, ends, crcs = self.parts.begins[span], self.parts.ends[span], self._crcs[span]
+        span = slice(*self.parts.first_pieces[number : number + 2].tolist())
+        begins, ends, crcs = (
+            self.parts.pieces.starts[span],
+            self.parts.pieces.stops[span],
+            self._crcs[span],
+        )
         has_crc = crcs != UNKNOWN
         if has_crc.any():
             # Whole ranges by one call; only where one is damaged each of them, to say which.
@@ -230,7 +238,7 @@ class _FileReads:
             left = has_crc & ~is_summed if are_good else has_crc
             for part in left.nonzero()[0].tolist():
                 begin, end = begins.item(part), ends.item(part)
-                owner = int(self.parts.owners[span][part])
+                owner = int(self.parts.pieces.range_indices[span][part])
                 self._add_to_sum(owner, begin, data[begin - origin : end - origin])
 
         sources = begins + (np.frombuffer(data, np.uint8).ctypes.data - origin)
@@ -251,7 +259,7 @@ class _FileReads:
         If the error names no tensor, each range is read by itself first: the one that fails raises
         an error that names its tensor.
         """
-        parts = [*self.parts.of(number)]
+        parts = [*self.parts.select_pieces(number).rows()]
         if named_tensor is None and len(parts) > 1:
             for owner, begin, end in parts:
                 with error_context(tensor=self._reads.name(owner)):
@@ -259,7 +267,7 @@ class _FileReads:
         return self._reads.name(parts[0][0])
 
     def _add_to_sum(self, owner: int, start: int, data: memoryview) -> None:
-        _, first, nbytes = self._ranges.place(owner)
+        _, first, nbytes = self._ranges.locate(owner)
         if data.nbytes == nbytes:
             self._compare(owner, crc32(data))
         else:

@@ -41,7 +41,7 @@ BLOCK_ELEMENTS = (
     1 << 18
 )  # Elements at a time, a multiple of eight so that packed types are cut between bytes: 2 MiB as float64.
 
-LOCAL = replace(SUMS, separate_nbytes=256 << 10, block=1 << 20)
+LOCAL = replace(SUMS, separate_nbytes=256 << 10, block_nbytes=1 << 20)
 """Blocks that are computed with: what is read together stays in a core's cache until the last of it was looked at."""
 
 
@@ -149,7 +149,7 @@ def scan(
 
 def _cut_batches(store: Store, range_keys: Iterable[RangeKey]) -> Iterator[list[RangeKey]]:
     """Group small neighbours, so that they are read together."""
-    most_nbytes = REMOTE.block if store.read_profile.request_count else LOCAL.block
+    most_nbytes = REMOTE.block_nbytes if store.read_profile.request_count else LOCAL.block_nbytes
     batch: list[RangeKey] = []
     batch_nbytes = 0
     for range_key in sorted(range_keys):
@@ -189,7 +189,7 @@ class _Scan(Generic[T]):
         """Read a batch, and show each of its ranges as the blocks that it is."""
         policy = REMOTE if store.read_profile.request_count else LOCAL
         name = lambda position: self.tensors[shown[position][0].number].name  # noqa: E731
-        data = read_to_scratch(store, Ranges.of(batch), name, policy=policy)
+        data = read_to_scratch(store, Ranges.from_tuples(batch), name, policy=policy)
         stop = 0
         for (_, _, nbytes), blocks in zip(batch, shown, strict=True):
             start, stop = stop, stop + nbytes

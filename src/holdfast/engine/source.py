@@ -17,7 +17,7 @@ from holdfast.core.protocols import Content, Request, Store
 from holdfast.core.runtime import address_of
 from holdfast.core.table import Column, ContiguousRows
 from holdfast.core.tensor import FileRange, LazyTensor
-from holdfast.engine.coalesce import MEMORY, REMOTE, Policy
+from holdfast.engine.coalesce import MEMORY, REMOTE, JoinPolicy
 from holdfast.engine.ranges import UNKNOWN, RangeReads, read_ranges
 from holdfast.engine.threads import DEFAULT_THREADS
 from holdfast.errors import Corrupted, Unsupported
@@ -36,7 +36,7 @@ class OpenSource:
 
     def __init__(
         self, store: Store, *, limits: Limits | None = None, threads: int | None = None, mapped: bool = False,
-        verify: bool = True, policy: Policy | None = None, rules: Sequence[str | PlacementRule] = (),
+        verify: bool = True, policy: JoinPolicy | None = None, rules: Sequence[str | PlacementRule] = (),
     ) -> None:  # fmt: skip
         profile = store.read_profile
         self.store = store

@@ -145,8 +145,8 @@ class DensePairs(Value, frozen=True, eq=False):
         return replace(
             self,
             numbers=self.numbers[wanted],
-            a=self.a.some(wanted),
-            b=self.b.some(wanted),
+            a=self.a.select(wanted),
+            b=self.b.select(wanted),
             crcs=(self.crcs[0][wanted], self.crcs[1][wanted]),
         )
 

@@ -35,7 +35,7 @@ from holdfast.core.runtime import gc_paused
 from holdfast.core.table import Table
 from holdfast.core.tensor import NO_CRC
 from holdfast.engine.checksums import Progress, RangeSums
-from holdfast.engine.coalesce import Ranges, gaps
+from holdfast.engine.coalesce import Ranges, find_gaps
 from holdfast.engine.files import StorageUse, StoredRanges, find_store, find_stored_ranges
 from holdfast.engine.source import OpenSource
 from holdfast.engine.table import NO_TENSORS
@@ -512,10 +512,10 @@ class Verification:
         if self._ranks.size > 1:
             compare_marks(self._ranks, found.mark(keys))
         (own,) = near.nonzero()
-        filled = stored.ranges.some(near)
-        between = gaps(filled, {key: store.size(key) for key in keys})
+        filled = stored.ranges.select(near)
+        between = find_gaps(filled, {key: store.size(key) for key in keys})
         summed = np.append(stored.crcs[own] != NO_CRC, np.zeros(len(between), np.bool_))
-        sweep = RangeSums(store, Ranges.joined([filled, between]), summed=summed)
+        sweep = RangeSums(store, Ranges.concatenate([filled, between]), summed=summed)
         work, stores = sweep.tasks(self._progress), [store]
         # What is computed from the files (inflated items) is read through what computes it, and what lies beside
         # the file (external data of ONNX) in its folder.
@@ -524,7 +524,7 @@ class Verification:
             in_other = stored.in_store(other)
             (numbers,) = in_other.nonzero()
             other_sweep = RangeSums(
-                other, stored.ranges.some(in_other), summed=stored.crcs[numbers] != NO_CRC
+                other, stored.ranges.select(in_other), summed=stored.crcs[numbers] != NO_CRC
             )
             other_sweeps.append((numbers, other_sweep))
             stores.append(other)
@@ -592,7 +592,7 @@ class Verification:
     def _settle_packed(
         self, found: CheckpointBytes, number: int, content_nbytes: int, path: str
     ) -> None:
-        key, start, nbytes = found.stored.ranges.place(number)
+        key, start, nbytes = found.stored.ranges.locate(number)
         outcome: int | HoldfastError | None
         try:
             outcome = inflated_crc(
@@ -611,7 +611,7 @@ class Verification:
         if isinstance(outcome, HoldfastError):
             self._problems.append(Problem(file, outcome.message, type(outcome).__name__, names))
             return
-        _, start, nbytes = found.stored.ranges.place(number)
+        _, start, nbytes = found.stored.ranges.locate(number)
         crc = found.stored.crcs.item(number)
         self._damaged.append(Damage(file, names, found.label(number), start, nbytes, crc, outcome))
 
@@ -647,14 +647,14 @@ class CheckpointBytes:
         return mark.digest()
 
     def file(self, number: int, path: str) -> str:
-        return place_at(path).file(self.stored.ranges.place(number)[0])
+        return place_at(path).file(self.stored.ranges.locate(number)[0])
 
     def names(self, number: int) -> tuple[str, ...]:
         return tuple([self.table.names[row] for row in self.stored.rows_of(number)])
 
     def label(self, number: int) -> str:
         """The name of a range in its file: the label of the first tensor that is all of a storage there, or of the record."""
-        place = self.stored.ranges.place(number)
+        place = self.stored.ranges.locate(number)
         for row in [] if number in self._labels else self.stored.rows_of(number):
             for storage in self.table.lazy_tensor(row).storages:
                 if (storage.key, storage.start, storage.nbytes) == place:

@@ -163,7 +163,7 @@ def rows_of(
     def damaged(number: int, found: int) -> Corrupted:
         return build_damage_error(*owners[number], found)
 
-    columns = Ranges.of(places), np.array(crcs, np.int64), destinations
+    columns = Ranges.from_tuples(places), np.array(crcs, np.int64), destinations
     return DeviceRows(
         source,
         device,
