@@ -11,8 +11,9 @@ from holdfast.core.options import CopyOptions
 
 DESCRIPTION = """\
 Copy a checkpoint byte for byte, with all files of its folder, between disks and buckets (s3://,
-gs://, az://). Checksums are verified during the copy. Within one bucket, the server copies the
-objects itself, and no checksums are verified.
+gs://, az://). The command verifies the checksums of the data that it copies. Within one bucket, the
+server copies the objects itself, so that no data passes through this machine and no checksums are
+verified.
 """
 
 EXAMPLES = """\

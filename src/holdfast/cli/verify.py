@@ -18,11 +18,12 @@ from holdfast.verbs.seals.recorded import is_recorded
 from holdfast.verbs.verify import Damage, VerifyReport, verify
 
 DESCRIPTION = """\
-Compare every byte of a checkpoint with the checksums that are stored in it, and list the damaged
-tensors with their file and position. Also compares whole files with a seal, with *.sha256 and
-SHA256SUMS files, and with the hashes in the Hugging Face cache.
-A file without checksums, such as a plain safetensors file, is read completely, and the result is
-"readable, nothing to compare". With --strict, that is a failure.
+Read a checkpoint completely and compare it with the checksums that are stored in it. List the
+damaged tensors with their file and position.
+If there are checksums of whole files, the command compares these too: a seal (holdfast.seal.json,
+written by 'holdfast seal'), *.sha256 and SHA256SUMS files, or the hashes in the Hugging Face cache.
+Some files have no checksums, such as plain safetensors files. Their result is "readable, nothing to
+compare". With --strict, this is a failure.
 """
 
 EXAMPLES = """\

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from holdfast.extras.pruning.prune import Pruned
 
 DESCRIPTION = """\
-Set weights to zero by rules, and write the result in any format. Tensors are streamed. The first
-rule that matches a name applies. Tensors without a rule stay unchanged. All mistakes in the rules
-are reported before anything is written."""
+Set small or random weights to zero, and write the result in any format. A rule says which tensors
+to prune and how. For each tensor, the first rule whose PATTERN matches its name applies. Tensors
+without a rule stay unchanged. The command checks all rules before it writes anything."""
 
 EXAMPLES = """\
-rules:
+rules (PATTERN is a glob such as '*.mlp.*.weight'):
   PATTERN: 2:4                keep the two largest of four neighbors
   PATTERN: 0.5                remove the smaller half of each tensor
   PATTERN: block 4x4 0.9      remove 90% of the 4x4 blocks

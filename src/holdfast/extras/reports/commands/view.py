@@ -8,9 +8,10 @@ from holdfast.cli import values
 from holdfast.extras.reports.commands.report import add_report_arguments, report_request_of
 
 DESCRIPTION = """\
-Open the report of a checkpoint in a browser. The page loads histograms and images of single tensors
-on demand. The server listens on 127.0.0.1 only, and the address contains a secret token. Press
-Ctrl-C to stop it."""
+Start a local web server that shows the report of a checkpoint, and open it in a browser. Unlike the
+file that 'holdfast report' writes, the page can load the histogram or image of any tensor on
+demand. The server listens on 127.0.0.1 only, and the address contains a secret token. Press
+Ctrl-C to stop the server."""
 
 EXAMPLES = """\
 examples:
