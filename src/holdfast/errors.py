@@ -194,6 +194,23 @@ class BadIndex(HoldfastError, IndexError):
 class SaveError(HoldfastError, OSError):
     """A save did not do what it should; the two kinds below say what is at the target."""
 
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | None = None,
+        errno: int | None = None,
+        tensor: str | None = None,
+        offset: int | None = None,
+        expected: object = None,
+        found: object = None,
+    ) -> None:
+        super().__init__(
+            message, file=file, tensor=tensor, offset=offset, expected=expected, found=found
+        )
+        if errno is not None:
+            self.errno = errno
+
 
 class NotCommitted(SaveError):
     """The save failed before its one visible step: what was at the target is untouched, and nothing else was left."""

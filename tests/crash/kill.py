@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from holdfast.engine.commit.temporaries import recover
+from holdfast.engine.commit.temporaries import find_recoverable
 from holdfast.stores.files import Files, is_temporary
 from tests.crash.writers import WRITERS, Writer, read_toy, toy
 
@@ -127,7 +127,7 @@ def main(name: str, folder: str, kills: int, seed: int) -> dict[str, object]:
         names = [inner.name for inner in path.parent.iterdir() if inner.name != "model"]
         assert all(map(is_temporary, names)), names
         left += bool(names)
-        found = path if path.exists() else recover(path)
+        found = path if path.exists() else find_recoverable(path)
         aside += not path.exists()
         assert found is not None, f"kill {number}: nothing is left; in the folder: {names}"
         seen = writer.read(Path(found))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from holdfast.engine.commit.temporaries import recover
+from holdfast.engine.commit.temporaries import find_recoverable
 from tests.crash.model import ROOT, Model, Tree, freeze, materialise, temporaries
 
 OLD, NEW, NEXT = 1, 2, 3
@@ -54,7 +54,7 @@ class Reader:
         try:
             materialise(tree, place / "w")
             path = place / "w" / TARGET
-            found = path if path.exists() else recover(path)
+            found = path if path.exists() else find_recoverable(path)
             return None if found is None else self._read(Path(found))
         except Exception as error:
             return f"{type(error).__name__}: {error}"

@@ -17,7 +17,7 @@ import pytest
 
 from holdfast.core.value import replace
 from holdfast.engine.commit import new_file, temporaries
-from holdfast.engine.commit.temporaries import recover, temporary_name
+from holdfast.engine.commit.temporaries import find_recoverable, make_temporary_name
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
 from holdfast.errors import DurabilityUncertain, NotCommitted, SaveError, StoreError, Truncated
 from holdfast.stores.files import FileEntry, Files, is_temporary
@@ -318,7 +318,7 @@ def test_names_of_every_length(tmp_path: Path, name: str):
 
 
 def test_long_names_with_one_start_do_not_meet():
-    one, two = temporary_name("x" * 250 + "1"), temporary_name("x" * 250 + "2")
+    one, two = make_temporary_name("x" * 250 + "1"), make_temporary_name("x" * 250 + "2")
     assert one[:-21] != two[:-21]
     assert len(one) == len(two) == 255
     assert is_temporary(one)
@@ -425,7 +425,7 @@ def test_what_another_step_left_is_cleaned(tmp_path: Path):
     leave(tmp_path / ".step-1000.0123456789abcdef.tmp", directory=True)
     put_directory(tmp_path / "step-2000", a=b"1")
     assert names(tmp_path) == [left, "step-2000", "step-2000.pt"]
-    assert recover(tmp_path / "step-1000") == str(tmp_path / left)
+    assert find_recoverable(tmp_path / "step-1000") == str(tmp_path / left)
 
 
 def test_a_save_of_a_file_removes_no_folder_that_was_set_aside(tmp_path: Path):
@@ -890,17 +890,17 @@ def test_an_interrupt_around_the_visible_step(tmp_path: Path, call: str, after: 
 
 def test_recovery(tmp_path: Path):
     path = tmp_path / "model"
-    assert recover(path) is None
+    assert find_recoverable(path) is None
     (tmp_path / ASIDE).mkdir()
     (tmp_path / ASIDE / "a").write_bytes(b"old")
-    assert recover(path) == str(tmp_path / ASIDE)
+    assert find_recoverable(path) == str(tmp_path / ASIDE)
     assert names(tmp_path) == [ASIDE]
     with pytest.raises(NotCommitted) as caught:
         put_directory(path, overwrite=False, a=b"new")
     assert caught.value.errno == errno.EEXIST
     assert names(tmp_path) == ["model"]
     assert content(path) == {"a": b"old"}
-    assert recover(path) is None
+    assert find_recoverable(path) is None
 
 
 def test_recovery_then_replacing(tmp_path: Path):
@@ -915,7 +915,7 @@ def test_what_is_set_aside_is_no_use_where_the_target_exists(tmp_path: Path):
     put_directory(tmp_path / "model", a=b"new")
     (tmp_path / ASIDE).mkdir()
     (tmp_path / ASIDE / "a").write_bytes(b"old")
-    assert recover(tmp_path / "model") is None
+    assert find_recoverable(tmp_path / "model") is None
     put_directory(tmp_path / "model", a=b"newer")
     assert names(tmp_path) == ["model"]
 
@@ -923,14 +923,14 @@ def test_what_is_set_aside_is_no_use_where_the_target_exists(tmp_path: Path):
 def test_recovery_does_not_guess(tmp_path: Path):
     (tmp_path / ASIDE).mkdir()
     (tmp_path / ".model.1123456789abcdef.old").mkdir()
-    assert recover(tmp_path / "model") is None
-    assert recover(tmp_path / "missing" / "model") is None
-    assert recover("/") is None
-    assert recover("\0") is None
+    assert find_recoverable(tmp_path / "model") is None
+    assert find_recoverable(tmp_path / "missing" / "model") is None
+    assert find_recoverable("/") is None
+    assert find_recoverable("\0") is None
     (tmp_path / ".link.0123456789abcdef.old").symlink_to("/etc")
     (tmp_path / ".file.0123456789abcdef.old").write_bytes(b"")
-    assert recover(tmp_path / "link") is None
-    assert recover(tmp_path / "file") is None
+    assert find_recoverable(tmp_path / "link") is None
+    assert find_recoverable(tmp_path / "file") is None
 
 
 def test_a_live_save_between_its_renames_is_not_repaired(tmp_path: Path):
@@ -942,7 +942,7 @@ def test_a_live_save_between_its_renames_is_not_repaired(tmp_path: Path):
         def rename(self, source: str, target: str, *, dir_fd: int) -> None:
             self.renames += 1
             if self.renames == 2:
-                assert recover(tmp_path / "model") is not None
+                assert find_recoverable(tmp_path / "model") is not None
                 with DirectoryTransaction(tmp_path / "model", overwrite=True):
                     assert not (tmp_path / "model").exists()
             super().rename(source, target, dir_fd=dir_fd)

@@ -240,15 +240,15 @@ def test_a_second_conversion_at_the_same_time_is_refused(source, tmp_path):
 
 def test_a_folder_that_another_conversion_removes_is_made_again(source, tmp_path, monkeypatch):
     """The other one publishes after this one has opened the folder, and before it has the lock."""
-    locked, removed = folder_target.locked, []
+    try_lock, removed = folder_target.try_lock, []
 
     def remove_and_lock(files: Files, descriptor: int) -> bool:
         if not removed:
             removed.extend(hidden(tmp_path))
             os.rmdir(tmp_path / removed[0])
-        return locked(files, descriptor)
+        return try_lock(files, descriptor)
 
-    monkeypatch.setattr(folder_target, "locked", remove_and_lock)
+    monkeypatch.setattr(folder_target, "try_lock", remove_and_lock)
     holdfast.convert(source, tmp_path / "out", max_shard_size=12_000, resume=True)
     assert removed
     assert holdfast.verify(tmp_path / "out").ok

@@ -38,7 +38,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from holdfast.core.runtime import start_thread
-from holdfast.engine.commit.temporaries import temporary_name
+from holdfast.engine.commit.temporaries import make_temporary_name
 from holdfast.errors import BadArgument, DoesNotFit, HoldfastError, NotCommitted
 from holdfast.formats import rank_formats, titles
 from holdfast.torch.ranks.background import SaveHandle
@@ -285,7 +285,7 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan i
             if kept < self.config.keep_latest_k:
                 kept += self._resumable(step) is not None
                 continue
-            gone = os.path.join(self.folder, temporary_name(f"step-{step}"))
+            gone = os.path.join(self.folder, make_temporary_name(f"step-{step}"))
             # By one rename: what is left of a step is never taken for one. Where it cannot be removed, the next save tries again.
             with suppress(OSError):
                 os.rename(self._path(step), gone)

@@ -22,7 +22,6 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import Store
 from holdfast.core.runtime import gc_paused
 from holdfast.core.value import Value, replace
-from holdfast.engine.commit.target import refusal
 from holdfast.engine.saves import FilePlan, SavePlan
 from holdfast.engine.targets.bucket import BucketNames
 from holdfast.engine.targets.bucket_commit import save_id
@@ -107,12 +106,14 @@ def _other_indexes(url: Url, index: str, there: Collection[str], *, overwrite: b
     """The indexes of other formats that are there. Raises `NotCommitted` where one may not, or cannot, be replaced."""
     others = [one.index for one in rank_formats() if one.index != index and one.index in there]
     if others and not overwrite:
-        raise refusal(
-            "a checkpoint exists there; pass overwrite=True to replace it", url, errno.EEXIST
+        raise NotCommitted(
+            "a checkpoint exists there; pass overwrite=True to replace it",
+            file=url,
+            errno=errno.EEXIST,
         )
     if MANIFEST in others:
         message = f"there is a checkpoint with a {MANIFEST}, which would still be the one that is opened; save elsewhere"
-        raise refusal(f"{message}, or remove that object first", url, errno.EEXIST)
+        raise NotCommitted(f"{message}, or remove that object first", file=url, errno=errno.EEXIST)
     return others
 
 

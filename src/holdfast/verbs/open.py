@@ -259,9 +259,9 @@ def store_of(path: Openable, limits: Limits, *, store: object | None = None) -> 
 
 
 def _recover(path: str) -> str | None:
-    from holdfast.engine.commit.temporaries import recover  # only where nothing is there
+    from holdfast.engine.commit.temporaries import find_recoverable  # only where nothing is there
 
-    return recover(path)
+    return find_recoverable(path)
 
 
 def read(tensors: Iterable[LazyTensor]) -> list[np.ndarray]:

@@ -16,7 +16,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.options import SealOptions, validate_arguments
 from holdfast.core.quantities import parse_seconds
-from holdfast.engine.commit.target import refusal, refusing
+from holdfast.engine.commit.target import not_committed_on_error
 from holdfast.errors import HoldfastError, NoSuchPath, NotCommitted
 from holdfast.stores.files import system_files
 from holdfast.stores.paths import AnyPath, local_path
@@ -82,23 +82,25 @@ def seal(src: AnyPath, **options: Unpack[SealOptions]) -> Sealed:
     step, metrics = options["step"], options["metrics"]
     path = local_path(src)
     files = system_files()
-    with refusing("looking at what is to be sealed", path):
+    with not_committed_on_error("looking at what is to be sealed", path):
         try:
             folder = is_folder(files, path)
         except FileNotFoundError:
             raise NothingToSeal("there is nothing to seal", file=path) from None
         if not folder and path.endswith(SUFFIX):
-            raise refusal("this is a seal itself; seal what it is about", path, errno.EINVAL)
+            raise NotCommitted(
+                "this is a seal itself; seal what it is about", file=path, errno=errno.EINVAL
+            )
         place = os.path.join(path, SEAL) if folder else seal_name(path.rstrip("/"))
         if os.path.islink(place):
-            raise refusal("the seal is a link; remove it", place, errno.ELOOP)
+            raise NotCommitted("the seal is a link; remove it", file=place, errno=errno.ELOOP)
         if not dry_run:
             check_place(files, place, overwrite=overwrite)
         listing = list_files(files, path, limits)
     if wrong := torn(path, list(listing), limits):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in wrong[:SHOWN])
         more = f"; and {len(wrong) - SHOWN:,} more" if len(wrong) > SHOWN else ""
-        raise refusal(f"this is torn, and no seal is put on it ({reasons}{more})", path)
+        raise NotCommitted(f"this is torn, and no seal is put on it ({reasons}{more})", file=path)
     found = recognised(path, list(listing), limits)
     # A new seal takes over what the old one says, where the options do not say otherwise.
     old = _old_seal(path, limits) if overwrite else None

@@ -12,7 +12,7 @@ import threading
 from contextlib import suppress
 
 from holdfast.core.runtime import make_fork_safe, start_thread
-from holdfast.engine.commit.target import not_committed, refusal
+from holdfast.engine.commit.target import explain_failure
 from holdfast.engine.commit.temporaries import wait_for_room
 from holdfast.errors import NotCommitted
 from holdfast.stores.files import Buffer, Files, copy_all, write_all
@@ -172,7 +172,7 @@ class NewFile:
 
     def _refused(self, error: OSError, doing: str) -> NotCommitted:
         self.failed = True
-        return not_committed(error, doing, self.path)
+        return explain_failure(error, doing, self.path)
 
 
 NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
@@ -196,7 +196,7 @@ def linked_or_copied(
     """
     found = files.stat(key, dir_fd=source_at)
     if found is None or found.kind != "file" or found.nbytes != nbytes:
-        raise refusal(CHANGED, label, errno.ESTALE)
+        raise NotCommitted(CHANGED, file=label, errno=errno.ESTALE)
     try:
         files.link(key, key, dir_fd=at, source_dir_fd=source_at)
     except OSError as error:
@@ -206,7 +206,7 @@ def linked_or_copied(
     taken = NewFile(files, files.open(key, dir_fd=at), path=label)
     try:
         if files.inspect(taken.descriptor).identity != found.identity:
-            raise refusal(CHANGED, label, errno.ESTALE)
+            raise NotCommitted(CHANGED, file=label, errno=errno.ESTALE)
     except BaseException:
         taken.give_up()
         raise

@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from holdfast.core.value import Value
 from holdfast.engine.commit.temporaries import (
     OVERHEAD,
-    SURE_NBYTES,
-    LockedName,
+    SAFE_NAME_NBYTES,
+    LockedEntry,
     list_folder,
     repair,
 )
@@ -44,40 +44,38 @@ ADVICE = {
 """What was found and what to do about it, by error code."""
 
 
-def refusal(message: str, path: str, code: int | None = None) -> NotCommitted:
-    """A save that changed nothing, with the code that the file system gave or would have given."""
-    refused = NotCommitted(message, file=path)
-    refused.errno = code
-    return refused
+def explain_failure(error: OSError, action: str, path: str) -> NotCommitted:
+    """Return the error for a save that a failed system call stopped before its visible step.
 
-
-def not_committed(error: OSError, doing: str, path: str) -> NotCommitted:
-    """A save that changed nothing, from what the file system said."""
+    Args:
+        error: The failure.
+        action: What the save was doing, such as "creating a file".
+        path: The file or folder that the message names.
+    """
     reason = ADVICE.get(error.errno or 0, error.strerror or str(error))
-    return refusal(f"{doing}: {reason}; nothing changed at the target", path, error.errno)
+    message = f"{action}: {reason}; nothing changed at the target"
+    return NotCommitted(message, file=path, errno=error.errno)
 
 
-def uncertain(message: str, path: str, error: OSError) -> DurabilityUncertain:
-    """A save that is in place and may not be on disk."""
-    raised = DurabilityUncertain(
-        f"{message}: {error.strerror or error}; save again before you rely on it", file=path
-    )
-    raised.errno = error.errno
-    return raised
+def explain_uncertainty(message: str, path: str, error: OSError) -> DurabilityUncertain:
+    """Return the error for a save that is in place but perhaps not on the disk, after a failed call."""
+    reason = error.strerror or error
+    message = f"{message}: {reason}; save again before you rely on it"
+    return DurabilityUncertain(message, file=path, errno=error.errno)
 
 
 @contextmanager
-def refusing(doing: str, path: str) -> Iterator[None]:
+def not_committed_on_error(action: str, path: str) -> Iterator[None]:
     """Turn errors of the file system in the block into `NotCommitted`; our own errors pass."""
     try:
         yield
     except HoldfastError:
         raise
     except OSError as error:
-        raise not_committed(error, doing, path) from error
+        raise explain_failure(error, action, path) from error
     except UnicodeError as error:
         message = "the path has a character that the file system cannot hold"
-        raise refusal(message, path, errno.EINVAL) from error
+        raise NotCommitted(message, file=path, errno=errno.EINVAL) from error
 
 
 def refuse_existing(
@@ -88,26 +86,32 @@ def refuse_existing(
         return
     what = "folder" if directory else "file"
     if directory and found.kind != "directory":
-        raise refusal(
+        raise NotCommitted(
             "a folder was to be saved and something else has this name; remove it",
-            path,
-            errno.ENOTDIR,
+            file=path,
+            errno=errno.ENOTDIR,
         )
     if not directory and found.kind == "directory":
-        raise refusal(
-            "a file was to be saved and there is a folder with this name", path, errno.EISDIR
+        raise NotCommitted(
+            "a file was to be saved and there is a folder with this name",
+            file=path,
+            errno=errno.EISDIR,
         )
     if not directory and found.kind != "file":
-        raise refusal(
-            "the target is no plain file (a device, a pipe or a socket)", path, errno.EINVAL
+        raise NotCommitted(
+            "the target is no plain file (a device, a pipe or a socket)",
+            file=path,
+            errno=errno.EINVAL,
         )
     if not overwrite:
-        raise refusal(f"the {what} exists; pass overwrite=True to replace it", path, errno.EEXIST)
+        raise NotCommitted(
+            f"the {what} exists; pass overwrite=True to replace it", file=path, errno=errno.EEXIST
+        )
     if not found.mode & 0o222:
-        raise refusal(
+        raise NotCommitted(
             f"the {what} is marked read-only; allow writing to it or save elsewhere",
-            path,
-            errno.EACCES,
+            file=path,
+            errno=errno.EACCES,
         )
 
 
@@ -127,7 +131,7 @@ class TargetName(Value, frozen=True):
     neighbours: Sequence[str] | None
     """The names in the parent directory. None if this save does not look for what dead processes left there."""
 
-    def holds(self, temporary: LockedName) -> bool:
+    def holds(self, temporary: LockedEntry) -> bool:
         """Whether the name stands for what was to be published now, or cannot be looked at."""
         try:
             found = self.files.stat(self.name, dir_fd=self.at)
@@ -145,7 +149,7 @@ class TargetName(Value, frozen=True):
             return
         bits = 0o3777 if like.kind == "directory" else 0o777
         wanted = like.mode & bits
-        with refusing("giving it the permissions of what it replaces", self.path):
+        with not_committed_on_error("giving it the permissions of what it replaces", self.path):
             found = found or self.files.inspect(descriptor)
             # Before the bits: what it is opened for is then opened for the right group.
             if found.owner != like.owner and not self._give(descriptor, found, like):
@@ -176,7 +180,9 @@ def open_target(files: Files, path: str, *, replaces: bool = False) -> TargetNam
     """Find the real target, undo what a crash left half-done there, and refuse what no save could end at. What surely `replaces` a
     file, whatever is there, need not list a large folder every time."""
     if not path or "\0" in path:
-        raise refusal("a path is needed, without NUL characters", path, errno.EINVAL)
+        raise NotCommitted(
+            "a path is needed, without NUL characters", file=path, errno=errno.EINVAL
+        )
     parent, name = os.path.split(path)
     opening = f"opening the folder to save into ({parent or '.'})"
     target = None
@@ -186,15 +192,17 @@ def open_target(files: Files, path: str, *, replaces: bool = False) -> TargetNam
         target = _look_up(files, path, folder, name=name, replaces=replaces, opening=opening)
     if target is None:
         # The name is a link, or is no name: now the whole path is followed by hand.
-        with refusing(opening, path):
+        with not_committed_on_error(opening, path):
             folder, name = os.path.split(files.resolve(path))
         if not name:
-            raise refusal(
-                "the root of the file system is no place for a checkpoint", path, errno.EINVAL
+            raise NotCommitted(
+                "the root of the file system is no place for a checkpoint",
+                file=path,
+                errno=errno.EINVAL,
             )
         target = _look_up(files, path, folder, name=name, replaces=replaces, opening=opening)
     if target is None:
-        raise not_committed(
+        raise explain_failure(
             OSError(errno.ELOOP, "Too many levels of symbolic links"), "looking at the target", path
         )
     return target
@@ -204,22 +212,22 @@ def _look_up(
     files: Files, path: str, parent: str, *, name: str, replaces: bool, opening: str
 ) -> TargetName | None:
     """Return the target of this name in a folder, None if it is a link. `opening` names the first step in errors."""
-    with refusing(opening, path):
+    with not_committed_on_error(opening, path):
         at = files.open_directory(parent)
     target: TargetName | None = None
     try:
-        with refusing("looking at the target", path):
+        with not_committed_on_error("looking at the target", path):
             name_nbytes = len(name.encode("utf-8", "surrogateescape"))
             # A folder on another machine takes time to answer.
-            is_short = name_nbytes <= SURE_NBYTES - OVERHEAD
-            longest = SURE_NBYTES if is_short else files.longest_name(at)
+            is_short = name_nbytes <= SAFE_NAME_NBYTES - OVERHEAD
+            longest = SAFE_NAME_NBYTES if is_short else files.longest_name(at)
             if name_nbytes > longest:
                 raise OSError(errno.ENAMETOOLONG, "File name too long")
             if name.startswith(".") and is_temporary(name):
-                raise refusal(
+                raise NotCommitted(
                     "names of this form are temporaries, which saves remove; choose another",
-                    path,
-                    errno.EINVAL,
+                    file=path,
+                    errno=errno.EINVAL,
                 )
             existing = files.stat(name, dir_fd=at)
             if existing is not None and existing.kind == "link":

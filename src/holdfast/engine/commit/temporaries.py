@@ -4,15 +4,15 @@
     .step-100.0123456789abcdef.old     a directory that was moved aside, on file systems that cannot exchange two names
 
 **Whose.** Every live transaction holds flock(2) on its temporary, which the kernel drops with the process. So what can be locked
-belongs to nobody, and `clean` removes exactly that. `claim` closes the gap between creating and locking. Where a file system has no
-locks, nothing is cleaned.
+belongs to nobody, and `remove_abandoned` removes exactly that. `claim` closes the gap between
+creating and locking. Where a file system has no locks, nothing is cleaned.
 
 **How often.** To look for them means to list the folder. The first save of a file by a process in a folder does, and then again
 after as many saves as a 64th of what lay there: so a save costs the same beside ten files and beside a hundred thousand. What may
 not replace anything, and what replaces a directory, always looks.
 
 **Recovery.** A target that does not exist while exactly one `.old` of it does was caught between two renames (docs/design/004).
-`recover` tells where the checkpoint is, for `open`; `repair`, at the start of the next save, moves it back.
+`find_recoverable` tells where the checkpoint is, for `open`; `repair`, at the start of the next save, moves it back.
 """
 
 from __future__ import annotations
@@ -33,13 +33,17 @@ from holdfast.stores.paths import AnyPath, local_path
 ATTEMPTS = 100  # How often a temporary is made again because a cleaner took it; once is already a rare accident.
 OVERHEAD = len("..0123456789abcdef.tmp")
 
-SURE_NBYTES = 143  # Of a name, on every file system that we know of: eCryptfs has the shortest.
+SAFE_NAME_NBYTES = (
+    143  # Of a name, on every file system that we know of: eCryptfs has the shortest.
+)
 
 ABANDONED_S = (
     24 * 3600
 )  # Age of an unchanged temporary that counts as nobody's where locks may not tell.
 
-NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL})
+NO_LOCKS_ERRNOS = frozenset(
+    {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+)
 """What flock(2) answers on a file system without locks (Lustre mounted with `noflock`, some FUSE)."""
 
 
@@ -69,7 +73,7 @@ def list_folder(files: Files, at: int, *, is_optional: bool) -> Sequence[str] | 
     return names
 
 
-def temporary_name(name: str, *, suffix: str = "tmp", longest: int = 255) -> str:
+def make_temporary_name(name: str, *, suffix: str = "tmp", longest: int = 255) -> str:
     """A new hidden name for a target, of at most `longest` bytes."""
     return f".{_stem(name, longest)}.{os.urandom(8).hex()}.{suffix}"
 
@@ -98,7 +102,7 @@ def _ours(name: str, *, suffix: str, longest: int) -> Callable[[str], bool]:
     return lambda entry: entry.startswith(prefix) and rest.fullmatch(entry, len(prefix)) is not None
 
 
-class LockedName:
+class LockedEntry:
     """A name in a directory, open and locked: ours for as long as the descriptor is."""
 
     def __init__(self, files: Files, name: str, *, at: int, descriptor: int) -> None:
@@ -110,7 +114,7 @@ class LockedName:
         self.identity = self.found.identity
 
     @classmethod
-    def open(cls, files: Files, name: str, *, at: int) -> LockedName:
+    def open_directory(cls, files: Files, name: str, *, at: int) -> LockedEntry:
         """Open a directory under its name; locking it is the next thing to do."""
         descriptor = files.open_directory(name, dir_fd=at)
         try:
@@ -120,7 +124,7 @@ class LockedName:
                 files.close(descriptor)
             raise
 
-    def in_place(self) -> bool:
+    def is_in_place(self) -> bool:
         """Whether the name still stands for what is open."""
         found = self.files.stat(self.name, dir_fd=self.at)
         return found is not None and found.identity == self.identity
@@ -129,22 +133,22 @@ class LockedName:
         self.files.close(self.descriptor)
 
 
-def locked(files: Files, descriptor: int) -> bool:
+def try_lock(files: Files, descriptor: int) -> bool:
     """Take the lock of something that is ours; where there are no locks nobody cleans, and it is ours without."""
     try:
         return files.lock(descriptor)
     except OSError as error:
-        if error.errno in NO_LOCKS:
+        if error.errno in NO_LOCKS_ERRNOS:
             return True
         raise
 
 
 def claim(
     files: Files, name: str, *, at: int, directory: bool, private: bool, longest: int
-) -> LockedName:
+) -> LockedEntry:
     """Make a temporary for a target, locked and certainly still there."""
     for _ in range(ATTEMPTS):
-        temporary = temporary_name(name, longest=longest)
+        temporary = make_temporary_name(name, longest=longest)
         descriptor = None
         try:
             if directory:
@@ -156,9 +160,9 @@ def claim(
                 descriptor = files.create(temporary, dir_fd=at, private=private)
             if descriptor is None:
                 continue
-            if locked(files, descriptor):
-                claimed = LockedName(files, temporary, at=at, descriptor=descriptor)
-                if claimed.in_place():
+            if try_lock(files, descriptor):
+                claimed = LockedEntry(files, temporary, at=at, descriptor=descriptor)
+                if claimed.is_in_place():
                     return claimed
             # A cleaner locked it first, and removes it or has done so already.
             files.close(descriptor)
@@ -176,7 +180,7 @@ def claim(
     )
 
 
-def clean(
+def remove_abandoned(
     files: Files, name: str, *, at: int, there: Sequence[str], directories: bool, longest: int
 ) -> None:
     """Remove the temporaries here that no live process holds, of all that is `there`. What cannot be removed stays.
@@ -224,9 +228,9 @@ def _clean_one(
     try:
         if not files.lock(descriptor):
             return
-        kept = LockedName(files, entry, at=at, descriptor=descriptor)
+        kept = LockedEntry(files, entry, at=at, descriptor=descriptor)
         # The owner may have given it its final name between our opening and our locking.
-        if not kept.in_place():
+        if not kept.is_in_place():
             return
         if not directory:
             files.unlink(entry, dir_fd=at)
@@ -240,8 +244,8 @@ def _clean_one(
             files.close(descriptor)
 
 
-def unfinished(path: AnyPath) -> list[str]:
-    """The folders in which directories for a path are being written; also those of dead processes, until `clean` has been here."""
+def list_unfinished(path: AnyPath) -> list[str]:
+    """The folders in which directories for a path are being written; also those of dead processes."""
     files = system_files()
     parent, name = split_path(files.resolve(local_path(path).rstrip("/") or "/"))
     at = files.open_directory(parent)
@@ -269,7 +273,7 @@ def plain_names(files: Files, descriptor: int) -> list[str] | None:
 
 def empty(
     files: Files,
-    directory: LockedName,
+    directory: LockedEntry,
     names: list[str],
     *,
     sizes: Mapping[str, FileEntry] | None = None,
@@ -285,7 +289,9 @@ def empty(
         files.rmdir(directory.name, dir_fd=directory.at)
 
 
-def set_aside(files: Files, name: str, *, at: int, there: Sequence[str], longest: int) -> list[str]:
+def find_set_aside(
+    files: Files, name: str, *, at: int, there: Sequence[str], longest: int
+) -> list[str]:
     """The names of directories that were moved aside for a target, of all that is `there`."""
     aside = _ours(name, suffix="old", longest=longest)
     names = [entry for entry in there if aside(entry)]
@@ -293,7 +299,7 @@ def set_aside(files: Files, name: str, *, at: int, there: Sequence[str], longest
     return [entry for entry, what in found if what is not None and what.kind == "directory"]
 
 
-def recover(path: AnyPath) -> str | None:
+def find_recoverable(path: AnyPath) -> str | None:
     """Where the checkpoint is that a crash caught between two renames; None where `path` exists or nothing stands in for it.
     Changes nothing. More than one candidate is nobody's choice to make here: None."""
     files = system_files()
@@ -302,7 +308,7 @@ def recover(path: AnyPath) -> str | None:
         at = files.open_directory(parent)
         try:
             if name and files.stat(name, dir_fd=at) is None:
-                aside = set_aside(
+                aside = find_set_aside(
                     files, name, at=at, there=files.list(at), longest=files.longest_name(at)
                 )
                 return os.path.join(parent, aside[0]) if len(aside) == 1 else None
@@ -313,13 +319,13 @@ def recover(path: AnyPath) -> str | None:
 
 def repair(files: Files, name: str, *, at: int, there: Sequence[str], longest: int) -> bool:
     """Move a checkpoint that was caught between two renames back to its name, which nothing has. Whether one was found."""
-    aside = set_aside(files, name, at=at, there=there, longest=longest)
+    aside = find_set_aside(files, name, at=at, there=there, longest=longest)
     if len(aside) != 1:
         return False
     descriptor = files.open_directory(aside[0], dir_fd=at)
     try:
         # A live transaction holds it while it is between its two renames: not ours to repair.
-        if locked(files, descriptor):
+        if try_lock(files, descriptor):
             if not files.rename_new(aside[0], name, dir_fd=at):
                 files.rename(aside[0], name, dir_fd=at)
             files.sync(at)

@@ -40,25 +40,24 @@ from holdfast.core.value import replace
 from holdfast.engine.commit.new_file import NO_LINKS, NewFile, linked_or_copied
 from holdfast.engine.commit.target import (
     TargetName,
-    not_committed,
+    explain_failure,
+    explain_uncertainty,
+    not_committed_on_error,
     open_target,
-    refusal,
     refuse_existing,
-    refusing,
-    uncertain,
 )
 from holdfast.engine.commit.temporaries import (
-    LockedName,
+    LockedEntry,
     claim,
-    clean,
     empty,
+    find_set_aside,
     freed_in_background,
-    locked,
+    make_temporary_name,
     plain_names,
-    set_aside,
-    temporary_name,
+    remove_abandoned,
+    try_lock,
 )
-from holdfast.errors import HoldfastError, SaveError
+from holdfast.errors import HoldfastError, NotCommitted, SaveError
 from holdfast.stores.files import FileEntry, Files, is_temporary, system_files
 from holdfast.stores.paths import AnyPath, local_path
 
@@ -88,7 +87,7 @@ class _Transaction:
         self.overwrite = overwrite
         self._files: Files = files or system_files()
         self._target: TargetName | None = None
-        self._temporary: LockedName | None = None
+        self._temporary: LockedEntry | None = None
         self._published = False
 
     def __enter__(self) -> Self:
@@ -96,7 +95,7 @@ class _Transaction:
             self._files, self.path, replaces=self.overwrite and not self.directory
         )
         try:
-            with refusing(
+            with not_committed_on_error(
                 f"creating a temporary {'folder' if self.directory else 'file'} beside the target",
                 self.path,
             ):
@@ -107,7 +106,7 @@ class _Transaction:
                     self._check_replaced(target, target.existing)
                 files, name, at, longest = target.files, target.name, target.at, target.longest
                 if target.neighbours is not None:
-                    clean(
+                    remove_abandoned(
                         files,
                         name,
                         at=at,
@@ -136,9 +135,9 @@ class _Transaction:
             and not isinstance(error, HoldfastError)
             and not self._published
         ):
-            raise not_committed(error, "saving", self.path) from error
+            raise explain_failure(error, "saving", self.path) from error
 
-    def _working(self) -> tuple[TargetName, LockedName]:
+    def _working(self) -> tuple[TargetName, LockedEntry]:
         if self._target is None or self._temporary is None:
             raise SaveError("a transaction is used inside its `with` block", file=self.path)
         if self._published:
@@ -172,8 +171,10 @@ class FileTransaction(_Transaction):
 
     def __enter__(self) -> Self:
         if self.path.endswith("/"):
-            raise refusal(
-                "a file was to be saved and the path ends like a folder's", self.path, errno.EISDIR
+            raise NotCommitted(
+                "a file was to be saved and the path ends like a folder's",
+                file=self.path,
+                errno=errno.EISDIR,
             )
         try:
             super().__enter__()
@@ -194,10 +195,10 @@ class FileTransaction(_Transaction):
         target, temporary = self._working()
         file = self.file
         if file.failed:
-            raise refusal(
+            raise NotCommitted(
                 "a write to this file failed before; nothing changed at the target",
-                self.path,
-                errno.EIO,
+                file=self.path,
+                errno=errno.EIO,
             )
         target.keep_access(file.descriptor, target.existing, found=temporary.found)
         if self.durable:
@@ -209,11 +210,11 @@ class FileTransaction(_Transaction):
             if isinstance(error, HoldfastError):
                 raise
             if not target.holds(temporary):
-                raise not_committed(
+                raise explain_failure(
                     error, "giving the finished file its name", self.path
                 ) from error
             self._published = True
-            raise uncertain(
+            raise explain_uncertainty(
                 "the new file is in place, but the rename reported a failure", self.path, error
             ) from error
         self._published = True
@@ -225,12 +226,12 @@ class FileTransaction(_Transaction):
                 file.finish(durable=False)
         except OSError as error:
             cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
-            raise uncertain(
+            raise explain_uncertainty(
                 "the new file is in place, but may not survive a power cut", self.path, cause
             ) from cause
 
     def _publish(
-        self, target: TargetName, temporary: LockedName, before_rename: Callable[[], None]
+        self, target: TargetName, temporary: LockedEntry, before_rename: Callable[[], None]
     ) -> None:
         files = target.files
         if self.overwrite:
@@ -246,7 +247,7 @@ class FileTransaction(_Transaction):
                 if error.errno not in NO_LINKS:
                     raise
                 message = "this file system cannot promise to replace nothing; pass overwrite=True if that is meant"
-                raise refusal(message, self.path, error.errno) from error
+                raise NotCommitted(message, file=self.path, errno=error.errno) from error
 
     def _leave(self) -> None:
         target, temporary = self._target, self._temporary
@@ -285,7 +286,7 @@ def replace_file(
 def read_file(path: str, *, most_nbytes: int, files: Files) -> bytes | None:
     """Read a small file, at most so many bytes of it. None if there is no plain file."""
     folder, name = os.path.split(path)
-    with refusing("reading a file", path), ExitStack() as opened:
+    with not_committed_on_error("reading a file", path), ExitStack() as opened:
         at = files.open_directory(folder)
         opened.callback(files.close, at)
         entry = files.stat(name, dir_fd=at)
@@ -314,7 +315,7 @@ class DirectoryTransaction(_Transaction):
         self._open: deque[NewFile] = deque()
         self._failed = False
         self._synced = False
-        self._old: LockedName | None = None
+        self._old: LockedEntry | None = None
         self._old_names: list[str] = []
         self._replaced: dict[str, FileEntry] = {}
         self._common: FileEntry | None = None
@@ -322,7 +323,7 @@ class DirectoryTransaction(_Transaction):
     def create(self, key: str) -> NewFile:
         """A new file of the directory. Those made after `seal_data` are index files, which may speak of all before them."""
         target, temporary, label = self._begun(key)
-        with refusing("creating a file", label):
+        with not_committed_on_error("creating a file", label):
             made = NewFile(
                 target.files,
                 target.files.create(key, dir_fd=temporary.descriptor),
@@ -334,7 +335,7 @@ class DirectoryTransaction(_Transaction):
     def adopt(self, key: str, source: str) -> None:
         """Give a finished file, at a path relative to the new folder, a second name in it: `key`."""
         target, temporary, label = self._begun(key)
-        with refusing("taking over a finished file", label):
+        with not_committed_on_error("taking over a finished file", label):
             target.files.link(source, key, dir_fd=temporary.descriptor)
             taken = NewFile(
                 target.files, target.files.open(key, dir_fd=temporary.descriptor), path=label
@@ -344,7 +345,7 @@ class DirectoryTransaction(_Transaction):
     def link(self, key: str, nbytes: int, *, folder: int) -> bool:
         """Give a finished file of another directory (open) a second name here. False where it had to be copied (`linked`)."""
         target, temporary, label = self._begun(key)
-        with refusing("taking over a file of the base", label):
+        with not_committed_on_error("taking over a file of the base", label):
             inside = temporary.descriptor
             taken, same = linked_or_copied(
                 target.files, key, nbytes, source_at=folder, at=inside, label=label
@@ -356,7 +357,7 @@ class DirectoryTransaction(_Transaction):
     def join(self, key: str, nbytes: int, *, linked: bool = False) -> None:
         """Take in a file that another process wrote into the new folder, or `linked`, and has synced; it must have this length."""
         target, temporary, label = self._begun(key)
-        with refusing("taking in a file of another process", label):
+        with not_committed_on_error("taking in a file of another process", label):
             found = target.files.stat(key, dir_fd=temporary.descriptor)
             if found is None or found.kind != "file" or found.nbytes != nbytes:
                 what = (
@@ -364,10 +365,10 @@ class DirectoryTransaction(_Transaction):
                     if found is None
                     else f"is a {found.kind} of {found.nbytes:,} bytes"
                 )
-                raise refusal(
+                raise NotCommitted(
                     f"a file of another rank should have {nbytes:,} bytes and {what}",
-                    label,
-                    errno.EIO,
+                    file=label,
+                    errno=errno.EIO,
                 )
             taken = NewFile(
                 target.files, target.files.open(key, dir_fd=temporary.descriptor), path=label
@@ -388,7 +389,7 @@ class DirectoryTransaction(_Transaction):
             self._open.popleft().finish(durable=self.durable)
         return file
 
-    def _begun(self, key: str) -> tuple[TargetName, LockedName, str]:
+    def _begun(self, key: str) -> tuple[TargetName, LockedEntry, str]:
         """The target, the temporary folder, and what errors call a new file of this name. Refuses what is no plain, new name."""
         target, temporary = self._working()
         label = f"{self.path.rstrip('/')}/{key}"
@@ -400,11 +401,13 @@ class DirectoryTransaction(_Transaction):
             or key in (".", "..")
             or is_temporary(key)
         ):
-            raise refusal(
-                f"{key!r} is no plain name for a file of a checkpoint", label, errno.EINVAL
+            raise NotCommitted(
+                f"{key!r} is no plain name for a file of a checkpoint",
+                file=label,
+                errno=errno.EINVAL,
             )
         if key in self._created:
-            raise refusal(f"{key!r} is written twice", label, errno.EEXIST)
+            raise NotCommitted(f"{key!r} is written twice", file=label, errno=errno.EEXIST)
         self._created[key] = None
         self._synced = False
         return target, temporary, label
@@ -414,17 +417,17 @@ class DirectoryTransaction(_Transaction):
         target, temporary = self._working()
         for key, file in self._created.items():
             if file is None or file.failed or self._failed:
-                raise refusal(
+                raise NotCommitted(
                     f"writing {key!r} failed before; nothing changed at the target",
-                    self.path,
-                    errno.EIO,
+                    file=self.path,
+                    errno=errno.EIO,
                 )
             file.finish(durable=self.durable)
         if self.durable and not self._synced:
             self._failed = (
                 True  # unless the next line is passed; what failed once is not tried again
             )
-            with refusing("writing the folder to the disk (fsync)", self.path):
+            with not_committed_on_error("writing the folder to the disk (fsync)", self.path):
                 target.files.sync(temporary.descriptor)
             self._failed = False
         self._synced = True
@@ -439,14 +442,14 @@ class DirectoryTransaction(_Transaction):
         self._synced = self._synced and target.existing is None
         self.seal_data()
         try:
-            with refusing("giving the finished folder its name", self.path):
+            with not_committed_on_error("giving the finished folder its name", self.path):
                 self._publish(target, temporary, before_rename)
         except OSError as error:
             if not target.holds(temporary):
                 raise
             self._published = True
             cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
-            raise uncertain(
+            raise explain_uncertainty(
                 "the new folder is in place, but the rename reported a failure", self.path, cause
             ) from cause
         self._published = True
@@ -456,7 +459,7 @@ class DirectoryTransaction(_Transaction):
         except OSError as error:
             kept = self._set_old_aside(target)
             self._let_go()
-            raise uncertain(
+            raise explain_uncertainty(
                 f"the new folder is in place, but may not survive a power cut{kept}",
                 self.path,
                 error,
@@ -495,11 +498,13 @@ class DirectoryTransaction(_Transaction):
         if names is None or foreign:
             what = ", ".join(foreign[:5])
             message = f"the folder to be replaced holds what is no part of a checkpoint and would be lost ({what})"
-            raise refusal(f"{message}; move it away or save elsewhere", self.path, errno.ENOTEMPTY)
+            raise NotCommitted(
+                f"{message}; move it away or save elsewhere", file=self.path, errno=errno.ENOTEMPTY
+            )
         return names
 
     def _publish(
-        self, target: TargetName, temporary: LockedName, before_rename: Callable[[], None]
+        self, target: TargetName, temporary: LockedEntry, before_rename: Callable[[], None]
     ) -> None:
         files, at = target.files, target.at
         if files.stat(target.name, dir_fd=at) is None:
@@ -510,11 +515,13 @@ class DirectoryTransaction(_Transaction):
             return
         if not self.overwrite:
             raise FileExistsError(errno.EEXIST, "File exists")
-        old = self._old = LockedName.open(files, target.name, at=at)
+        old = self._old = LockedEntry.open_directory(files, target.name, at=at)
         # Held to the end: no cleaner takes the old directory for a dead process's, no other save replaces it meanwhile.
-        if not locked(files, old.descriptor) or not old.in_place():
-            raise refusal(
-                "another save is replacing this folder; save again", self.path, errno.EBUSY
+        if not try_lock(files, old.descriptor) or not old.is_in_place():
+            raise NotCommitted(
+                "another save is replacing this folder; save again",
+                file=self.path,
+                errno=errno.EBUSY,
             )
         self._old_names = self._names_to_replace(files, old.descriptor)
         before_rename()
@@ -522,16 +529,16 @@ class DirectoryTransaction(_Transaction):
         old.name = temporary.name
         if files.exchange(temporary.name, target.name, dir_fd=at):
             return
-        if set_aside(files, target.name, at=at, there=files.list(at), longest=target.longest):
-            raise refusal(
+        if find_set_aside(files, target.name, at=at, there=files.list(at), longest=target.longest):
+            raise NotCommitted(
                 "an older copy of this folder is set aside and cannot be removed; remove it",
-                self.path,
-                errno.EEXIST,
+                file=self.path,
+                errno=errno.EEXIST,
             )
         if self.durable:
             # Else a power cut might bring back an `.old` that was removed before, and two of them tell nobody which one it is.
             files.sync(at)
-        old.name = temporary_name(target.name, suffix="old", longest=target.longest)
+        old.name = make_temporary_name(target.name, suffix="old", longest=target.longest)
         files.rename(target.name, old.name, dir_fd=at)
         files.rename(temporary.name, target.name, dir_fd=at)
 
@@ -539,7 +546,7 @@ class DirectoryTransaction(_Transaction):
         """Remove what was replaced, if it is where the commit put it. What cannot be removed waits for the next save's cleaning."""
         if self._old is not None:
             with suppress(OSError):
-                if self._old.in_place():
+                if self._old.is_in_place():
                     empty(target.files, self._old, self._old_names, sizes=self._replaced)
         self._let_go()
 
@@ -550,8 +557,8 @@ class DirectoryTransaction(_Transaction):
         if old is None:
             return ""
         with suppress(OSError):
-            if old.name.endswith(".tmp") and old.in_place():
-                aside = temporary_name(target.name, suffix="old", longest=target.longest)
+            if old.name.endswith(".tmp") and old.is_in_place():
+                aside = make_temporary_name(target.name, suffix="old", longest=target.longest)
                 target.files.rename(old.name, aside, dir_fd=target.at)
                 old.name = aside
         return f" (what it replaced is kept as {old.name})"
@@ -578,10 +585,10 @@ class DirectoryTransaction(_Transaction):
         if target is not None:
             target.close()
 
-    def _settle(self, target: TargetName, temporary: LockedName) -> None:
+    def _settle(self, target: TargetName, temporary: LockedEntry) -> None:
         files, at, old = target.files, target.at, self._old
-        if temporary.in_place():
-            if old is not None and files.stat(target.name, dir_fd=at) is None and old.in_place():
+        if temporary.is_in_place():
+            if old is not None and files.stat(target.name, dir_fd=at) is None and old.is_in_place():
                 files.rename(old.name, target.name, dir_fd=at)
             names = plain_names(files, temporary.descriptor)
             if names is not None:

@@ -24,7 +24,7 @@ from types import TracebackType
 from holdfast.core.keys import parse_sibling_key
 from holdfast.core.protocols import Store
 from holdfast.core.value import Value
-from holdfast.engine.commit.temporaries import temporary_name
+from holdfast.engine.commit.temporaries import make_temporary_name
 from holdfast.engine.saves import FilePlan, LinkedFile, SavePlan
 from holdfast.engine.stream import REMOTE_BLOCK_NBYTES, CountingWriter, Writer, write_stream
 from holdfast.engine.targets.bucket_claims import commit_sharing, release
@@ -435,7 +435,7 @@ def _check_uploaded(file: FilePlan, url: Url, crcs: Mapping[str, int]) -> None:
 
 def _hidden(name: str) -> str:
     folder, slash, last = name.rpartition("/")
-    return f"{folder}{slash}{temporary_name(last)}"
+    return f"{folder}{slash}{make_temporary_name(last)}"
 
 
 def _read(bucket: Bucket, key: str, start: int, out: memoryview) -> None:

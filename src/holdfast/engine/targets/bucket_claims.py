@@ -36,13 +36,13 @@ import msgspec
 
 from holdfast.core.documents import DocumentType, read_document, write_document
 from holdfast.core.value import Value
-from holdfast.engine.commit.target import refusal
 from holdfast.engine.targets.bucket_commit import PrefixSave, save_id
 from holdfast.errors import (
     DurabilityUncertain,
     FormatError,
     HoldfastError,
     LimitExceeded,
+    NotCommitted,
     StoreError,
 )
 from holdfast.stores.remote.client import bucket_of
@@ -166,10 +166,10 @@ def commit_sharing(save: PrefixSave, used: Used, commit: Callable[[], None]) -> 
             commit()
     except StoreError as error:
         code = errno.ESTALE if error.errno == errno.EAGAIN else error.errno
-        raise refusal(
+        raise NotCommitted(
             f"what the base has cannot be looked at: {error.message}; nothing was published",
-            save.url,
-            code,
+            file=save.url,
+            errno=code,
         ) from None
 
 
@@ -185,8 +185,10 @@ def _look(parent: Url, used: Used, url: Url) -> None:
 
 
 def _stale(url: Url, why: str) -> HoldfastError:
-    return refusal(
-        f"the base cannot be shared with: {why}; nothing was published", url, errno.ESTALE
+    return NotCommitted(
+        f"the base cannot be shared with: {why}; nothing was published",
+        file=url,
+        errno=errno.ESTALE,
     )
 
 

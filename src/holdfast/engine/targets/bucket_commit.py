@@ -35,7 +35,6 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
-from holdfast.engine.commit.target import refusal
 from holdfast.engine.stream import Writer
 from holdfast.errors import (
     DurabilityUncertain,
@@ -79,8 +78,8 @@ def check_conditions(bucket: Bucket, url: Url) -> None:
             except ConditionFailed:
                 bucket.conditions = True
         except StoreError as error:
-            raise refusal(
-                f"the store cannot be written to: {error.message}", url, error.errno
+            raise NotCommitted(
+                f"the store cannot be written to: {error.message}", file=url, errno=error.errno
             ) from None
         finally:
             with suppress(HoldfastError):
@@ -89,7 +88,7 @@ def check_conditions(bucket: Bucket, url: Url) -> None:
         danger = "so two saves at once could mix or undo each other without anybody knowing"
         advice = f"use another store, or set {INSIST}=1 where only one process ever saves"
         message = f"the store takes no notice of conditions (If-None-Match), {danger}; {advice}"
-        raise refusal(message, url, errno.ENOTSUP)
+        raise NotCommitted(message, file=url, errno=errno.ENOTSUP)
 
 
 @contextmanager
@@ -124,9 +123,11 @@ def claimed(
             if isinstance(failed, ConditionFailed)
             else failed.message
         )
-        raise refusal(message, url, failed.errno)
+        raise NotCommitted(message, file=url, errno=failed.errno)
     else:
-        raise refusal(f"{busy}; pass overwrite=True when none is", url, errno.EEXIST)
+        raise NotCommitted(
+            f"{busy}; pass overwrite=True when none is", file=url, errno=errno.EEXIST
+        )
     keep = False
     try:
         yield
@@ -166,10 +167,10 @@ def put_surely(
 
 
 def another_first(url: Url) -> HoldfastError:
-    return refusal(
+    return NotCommitted(
         "another save to the same place was published first; this one was given up",
-        url,
-        errno.EEXIST,
+        file=url,
+        errno=errno.EEXIST,
     )
 
 
@@ -200,17 +201,17 @@ class PrefixSave:
             # What a list says of an object may be older than the object.
             self._before = None if index is None else self._bucket.head(self._key(self.index)).etag
         except StoreError as error:
-            raise refusal(
-                f"the target cannot be looked at: {error.message}", self.url, error.errno
+            raise NotCommitted(
+                f"the target cannot be looked at: {error.message}", file=self.url, errno=error.errno
             ) from None
         self.there = frozenset(names)
         if not self._overwrite and (
             self._before is not None or (counts is not None and any(map(counts, names)))
         ):
-            raise refusal(
+            raise NotCommitted(
                 "a checkpoint exists there; pass overwrite=True to replace it",
-                self.url,
-                errno.EEXIST,
+                file=self.url,
+                errno=errno.EEXIST,
             )
 
     def write(self, name: str, nbytes: int, write: Write) -> None:
@@ -221,8 +222,10 @@ class PrefixSave:
             with self._bucket.uploading(key, nbytes, attributes=None, parts=self._parts) as upload:
                 write(upload)
         except StoreError as error:
-            raise refusal(
-                f"{error.message}; nothing was published", self._bucket.url(key), error.errno
+            raise NotCommitted(
+                f"{error.message}; nothing was published",
+                file=self._bucket.url(key),
+                errno=error.errno,
             ) from None
 
     def expect(self, names: Iterable[str]) -> None:
@@ -266,8 +269,10 @@ class PrefixSave:
         try:
             self._bucket.copy(key, self._key(name))
         except StoreError as error:
-            raise refusal(
-                f"{error.message}; nothing was published", self._bucket.url(key), error.errno
+            raise NotCommitted(
+                f"{error.message}; nothing was published",
+                file=self._bucket.url(key),
+                errno=error.errno,
             ) from None
 
     def claimed(self) -> AbstractContextManager[None]:
@@ -291,7 +296,7 @@ class PrefixSave:
                 etag = self._bucket.put(key, json.dumps({"weight_map": weight_map}).encode())
             except StoreError as error:
                 message = f"{error.message}; nothing was published"
-                raise refusal(message, self._bucket.url(key), error.errno) from None
+                raise NotCommitted(message, file=self._bucket.url(key), errno=error.errno) from None
         else:
             self._bucket.delete([key])
             self.there -= {index}
@@ -341,22 +346,26 @@ class ObjectSave:
             check_conditions(self._bucket, self.url)
         try:
             if not self.url.has_suffix and any(self._bucket.folders(self.url.key)):
-                raise refusal(
+                raise NotCommitted(
                     "there are objects below this name, which is a folder's; give another",
-                    self.url,
-                    errno.EISDIR,
+                    file=self.url,
+                    errno=errno.EISDIR,
                 )
             self._bucket.head(self.url.key)
         except StoreError as error:
             if error.errno != errno.ENOENT:
-                raise refusal(
-                    f"the target cannot be looked at: {error.message}", self.url, error.errno
+                raise NotCommitted(
+                    f"the target cannot be looked at: {error.message}",
+                    file=self.url,
+                    errno=error.errno,
                 ) from None
             return
         if self._overwrite:
             return
-        raise refusal(
-            "the object exists; pass overwrite=True to replace it", self.url, errno.EEXIST
+        raise NotCommitted(
+            "the object exists; pass overwrite=True to replace it",
+            file=self.url,
+            errno=errno.EEXIST,
         )
 
     def copy(self, key: str) -> None:
@@ -364,8 +373,8 @@ class ObjectSave:
             with self._last_look():
                 self._bucket.copy(key, self.url.key)
         except StoreError as error:
-            raise refusal(
-                f"{error.message}; nothing was published", self.url, error.errno
+            raise NotCommitted(
+                f"{error.message}; nothing was published", file=self.url, errno=error.errno
             ) from None
 
     def write(
@@ -470,12 +479,12 @@ class ObjectSave:
             there = self._bucket.get(self.url.key, 0, 1)
         except StoreError as second:
             if second.errno == errno.ENOENT:
-                raise refusal(
-                    f"{error.message}; nothing was published", self.url, error.errno
+                raise NotCommitted(
+                    f"{error.message}; nothing was published", file=self.url, errno=error.errno
                 ) from None
             message = f"nobody can say whether the object was written ({error.message}); look at it"
             raise DurabilityUncertain(message, file=self.url) from None
         if there.attributes.get(SAVE) != self._id:
-            raise refusal(
-                f"{error.message}; what was there is there still", self.url, error.errno
+            raise NotCommitted(
+                f"{error.message}; what was there is there still", file=self.url, errno=error.errno
             ) from None

@@ -24,8 +24,8 @@ from holdfast.core.protocols import Store
 from holdfast.core.strict_json import parse
 from holdfast.core.value import replace
 from holdfast.engine.commit.new_file import NewFile, linked_or_copied
-from holdfast.engine.commit.target import refusal, refusing
-from holdfast.engine.commit.temporaries import ATTEMPTS, LockedName, locked
+from holdfast.engine.commit.target import not_committed_on_error
+from holdfast.engine.commit.temporaries import ATTEMPTS, LockedEntry, try_lock
 from holdfast.engine.commit.transactions import (
     DirectoryTransaction,
     FileTransaction,
@@ -91,11 +91,11 @@ class Staging:
         self._parent, self._name = os.path.split(folder)
         self._target = target
         self._durable = durable
-        with refusing("opening the folder for finished files", target):
+        with not_committed_on_error("opening the folder for finished files", target):
             self._at = self._files.open_directory(self._parent)
             try:
                 self._folder = (
-                    LockedName.open(self._files, self._name, at=self._at)
+                    LockedEntry.open_directory(self._files, self._name, at=self._at)
                     if is_joined
                     else self._claim()
                 )
@@ -104,20 +104,20 @@ class Staging:
                     self._files.close(self._at)
                 raise
 
-    def _claim(self) -> LockedName:
+    def _claim(self) -> LockedEntry:
         """Open and lock the folder. Raises `NotCommitted` if another process has it."""
         for _ in range(ATTEMPTS):
             with suppress(FileExistsError):
                 self._files.mkdir(self._name, dir_fd=self._at, private=True)
             # Whoever had it may publish and remove it now, between any two of these calls.
             try:
-                folder = LockedName.open(self._files, self._name, at=self._at)
+                folder = LockedEntry.open_directory(self._files, self._name, at=self._at)
             except FileNotFoundError:
                 continue
             try:
-                if not locked(self._files, folder.descriptor):
-                    raise refusal(BUSY, self._target, errno.EBUSY)
-                if folder.in_place():
+                if not try_lock(self._files, folder.descriptor):
+                    raise NotCommitted(BUSY, file=self._target, errno=errno.EBUSY)
+                if folder.is_in_place():
                     return folder
             except BaseException:
                 with suppress(OSError):
@@ -130,7 +130,7 @@ class Staging:
         self, file: FilePlan, write: Callable[[FilePlan, NewFile], Mapping[str, int]]
     ) -> Mapping[str, int]:
         """Return the checksums of a file: of one that an earlier try finished, or of one that `write` makes now."""
-        with refusing("looking for a finished file", self._target):
+        with not_committed_on_error("looking for a finished file", self._target):
             recorded = self._finished(file)
         if recorded is not None:
             return recorded
@@ -143,11 +143,11 @@ class Staging:
             replace_file(path + RECEIPT, receipt, durable=self._durable, files=self._files)
         except DurabilityUncertain as error:
             # It says that a file is in place. That is the staged one, and not the target.
-            raise refusal(
+            raise NotCommitted(
                 f"a finished file could not be kept for the next try: {error.message}; "
                 "nothing changed at the target",
-                self._target,
-                error.errno,
+                file=self._target,
+                errno=error.errno,
             ) from error.__cause__
         return crcs
 
@@ -292,7 +292,7 @@ class JoinedFolder(Target):
     @property
     def _folder(self) -> int:
         if self._open is None:
-            with refusing("opening the folder", self._path):
+            with not_committed_on_error("opening the folder", self._path):
                 self._open = self._system.open_directory(self._name)
         return self._open
 
@@ -301,7 +301,7 @@ class JoinedFolder(Target):
 
     def _create(self, key: str) -> NewFile:
         label = self._label(key)
-        with refusing("creating a file", label):
+        with not_committed_on_error("creating a file", label):
             made = NewFile(
                 self._system,
                 self._system.create(key, dir_fd=self._folder),
@@ -313,7 +313,7 @@ class JoinedFolder(Target):
 
     def fill_part(self, file: FilePlan, part: tuple[int, int], how: Saving) -> FileSums:
         label = self._label(file.key)
-        with refusing("opening a file of the first rank", label):
+        with not_committed_on_error("opening a file of the first rank", label):
             shared = NewFile(
                 self._system,
                 self._system.open_shared(file.key, dir_fd=self._folder),
@@ -351,7 +351,10 @@ class JoinedFolder(Target):
 
     def link(self, file: LinkedFile) -> bool:
         label, system = self._label(file.key), self._system
-        with _base(system, file.folder) as base, refusing("taking over a file of the base", label):
+        with (
+            _base(system, file.folder) as base,
+            not_committed_on_error("taking over a file of the base", label),
+        ):
             made, linked = linked_or_copied(
                 system, file.key, file.nbytes, source_at=base, at=self._folder, label=label
             )
@@ -434,7 +437,7 @@ class FolderTarget(FirstTarget):
         except NotCommitted as error:
             if not self._parents or error.errno != errno.ENOENT:
                 raise
-            with refusing("making the folders that lead to it", self.path):
+            with not_committed_on_error("making the folders that lead to it", self.path):
                 make_parents(self.path, durable=self._durable)
             self._folder.__enter__()
         return self
@@ -508,7 +511,7 @@ class FolderTarget(FirstTarget):
 
 @contextmanager
 def _base(files: Files, folder: str) -> Iterator[int]:
-    with refusing("opening the base", folder):
+    with not_committed_on_error("opening the base", folder):
         try:
             base = files.open_directory(folder)
         except FileNotFoundError:

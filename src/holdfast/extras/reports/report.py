@@ -30,11 +30,11 @@ from holdfast.core.text import format_iso_time, list_names, pluralize, round_sig
 from holdfast.core.value import Value
 from holdfast.core.version import VERSION
 from holdfast.engine.checksums import Progress
-from holdfast.engine.commit.target import refusal, refusing
+from holdfast.engine.commit.target import not_committed_on_error
 from holdfast.engine.commit.transactions import FileTransaction
 from holdfast.engine.computed import undecoded_notes
 from holdfast.engine.threads import reading_threads
-from holdfast.errors import NoSuchTensor, UnknownFormat
+from holdfast.errors import NoSuchTensor, NotCommitted, UnknownFormat
 from holdfast.extras.reports import change
 from holdfast.extras.reports.document import SCHEMA, Document, dumps
 from holdfast.extras.reports.measures import (
@@ -119,25 +119,25 @@ class Report:
 def page_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> str:
     """The path of a page to be written. Raises `NotCommitted` where something else than a page of ours would be replaced."""
     where = local_path(path)
-    with refusing("look at", where):
+    with not_committed_on_error("look at", where):
         try:
             found = os.stat(where)
         except FileNotFoundError:
             return where
         # Not opened unless it is a file: a pipe would wait for a writer.
         if not stat.S_ISREG(found.st_mode):
-            raise refusal(
+            raise NotCommitted(
                 "there is a folder or a device with this name; write the page to a file",
-                where,
-                errno.EISDIR,
+                file=where,
+                errno=errno.EISDIR,
             )
         if not overwrite:
             with open(where, "rb") as file:
                 if file.read(len(BEGINNING)) != BEGINNING:
-                    raise refusal(
+                    raise NotCommitted(
                         "the file is no page of holdfast; pass overwrite=True to replace it",
-                        where,
-                        errno.EEXIST,
+                        file=where,
+                        errno=errno.EEXIST,
                     )
     return where
 

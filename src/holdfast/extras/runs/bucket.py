@@ -49,10 +49,16 @@ from holdfast.core.documents import FAILURES, DocumentType, write_document
 from holdfast.core.keys import DATA_KEY, parse_sibling_key
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value, replace
-from holdfast.engine.commit.target import refusal
 from holdfast.engine.targets.bucket_claims import release
 from holdfast.engine.threads import run_all
-from holdfast.errors import HeaderError, HoldfastError, LimitExceeded, SaveError, StoreError
+from holdfast.errors import (
+    HeaderError,
+    HoldfastError,
+    LimitExceeded,
+    NotCommitted,
+    SaveError,
+    StoreError,
+)
 from holdfast.extras.runs.place import Change, Choose, RunPlace, Sizes
 from holdfast.extras.runs.record import (
     MOST_NBYTES,
@@ -255,7 +261,7 @@ class RunBucket(RunPlace):
             if isinstance(error, SaveError):
                 raise
             message = f"the run cannot be looked at: {error.message}; nothing was published"
-            raise refusal(message, self.path, error.errno) from None
+            raise NotCommitted(message, file=self.path, errno=error.errno) from None
 
     def begin(self, record: RunRecord, *, durable: bool) -> ExitStack:
         self.write_rules(record, durable=durable)
@@ -407,7 +413,9 @@ class RunBucket(RunPlace):
             if etag == before and not isinstance(failed, ConditionFailed):
                 raise failed
             time.sleep(random.uniform(0, 0.05))
-        raise refusal(f"others change {kind.file} as quickly; try again", self.path, errno.EAGAIN)
+        raise NotCommitted(
+            f"others change {kind.file} as quickly; try again", file=self.path, errno=errno.EAGAIN
+        )
 
     # Manifests.
 

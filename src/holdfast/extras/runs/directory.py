@@ -22,17 +22,17 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from holdfast.core.documents import DocumentType, write_document
 from holdfast.core.value import Value, replace
-from holdfast.engine.commit.target import refusal, refusing
+from holdfast.engine.commit.target import not_committed_on_error
 from holdfast.engine.commit.temporaries import (
-    LockedName,
+    LockedEntry,
     empty,
-    locked,
-    set_aside,
-    temporary_name,
+    find_set_aside,
+    make_temporary_name,
+    remove_abandoned,
+    try_lock,
 )
-from holdfast.engine.commit.temporaries import clean as clean_target
 from holdfast.engine.commit.transactions import replace_file
-from holdfast.errors import HeaderError, HoldfastError, NoSuchPath, StoreError
+from holdfast.errors import HeaderError, HoldfastError, NoSuchPath, NotCommitted, StoreError
 from holdfast.extras.runs.lock import Holder, RunLock, seen_writing
 from holdfast.extras.runs.place import Change, Choose, RunPlace, Sizes
 from holdfast.extras.runs.record import (
@@ -74,7 +74,7 @@ DEEPEST = 64
 class Hidden(Value, eq=False):
     """A step that has lost its name, and is ours to remove."""
 
-    entry: LockedName
+    entry: LockedEntry
     is_folder: bool
     seal: str | None
     """The name of the seal beside a file."""
@@ -101,8 +101,8 @@ def forget_replaced(files: Files, names: Collection[str], *, at: int, there: Seq
         return
     longest = files.longest_name(at)
     for name in names:
-        if set_aside(files, name, at=at, there=there, longest=longest):
-            clean_target(files, name, at=at, there=there, directories=True, longest=longest)
+        if find_set_aside(files, name, at=at, there=there, longest=longest):
+            remove_abandoned(files, name, at=at, there=there, directories=True, longest=longest)
             files.sync(at)
 
 
@@ -118,10 +118,10 @@ def hide(files: Files, name: str, *, at: int) -> Hidden:
     try:
         # A file needs no lock: whoever takes it for a dead process's removes what is to be removed.
         # NFS would refuse it one.
-        is_ours = not is_folder or locked(files, entry.descriptor)
-        if not is_ours or not entry.in_place():
+        is_ours = not is_folder or try_lock(files, entry.descriptor)
+        if not is_ours or not entry.is_in_place():
             raise OSError(errno.EBUSY, "another process writes or deletes it", name)
-        hidden = temporary_name(PREFIX + name, longest=files.longest_name(at))
+        hidden = make_temporary_name(PREFIX + name, longest=files.longest_name(at))
         files.rename(name, hidden, dir_fd=at)
         entry.name = hidden
         return Hidden(entry, is_folder, None if is_folder else seal_name(name))
@@ -131,7 +131,7 @@ def hide(files: Files, name: str, *, at: int) -> Hidden:
         raise
 
 
-def _open_entry(files: Files, name: str, *, at: int) -> tuple[LockedName, bool] | None:
+def _open_entry(files: Files, name: str, *, at: int) -> tuple[LockedEntry, bool] | None:
     """Open a file or a folder, and return whether it is a folder; None for anything else."""
     found = files.stat(name, dir_fd=at)
     if found is None or found.kind not in ("file", "directory"):
@@ -139,14 +139,14 @@ def _open_entry(files: Files, name: str, *, at: int) -> tuple[LockedName, bool] 
     is_folder = found.kind == "directory"
     descriptor = files.open_directory(name, dir_fd=at) if is_folder else files.open(name, dir_fd=at)
     try:
-        return LockedName(files, name, at=at, descriptor=descriptor), is_folder
+        return LockedEntry(files, name, at=at, descriptor=descriptor), is_folder
     except BaseException:
         with suppress(OSError):
             files.close(descriptor)
         raise
 
 
-def _remove_entry(entry: LockedName, *, is_folder: bool) -> None:
+def _remove_entry(entry: LockedEntry, *, is_folder: bool) -> None:
     if is_folder:
         _empty(entry.files, entry)
     else:
@@ -167,7 +167,7 @@ def _clean_one(files: Files, name: str, *, at: int) -> None:
         return
     entry, is_folder = opened
     try:
-        if files.lock(entry.descriptor) and entry.in_place():
+        if files.lock(entry.descriptor) and entry.is_in_place():
             files.sync(at)
             _remove_entry(entry, is_folder=is_folder)
     finally:
@@ -175,7 +175,7 @@ def _clean_one(files: Files, name: str, *, at: int) -> None:
             files.close(entry.descriptor)
 
 
-def _empty(files: Files, folder: LockedName, depth: int = 0) -> None:
+def _empty(files: Files, folder: LockedEntry, depth: int = 0) -> None:
     """Remove a folder with all that is in it. A link goes, not what it leads to."""
     plain: list[str] = []
     for name in files.list(folder.descriptor):
@@ -185,7 +185,7 @@ def _empty(files: Files, folder: LockedName, depth: int = 0) -> None:
             continue
         if depth == DEEPEST:
             raise OSError(errno.ELOOP, "too many folders in folders", name)
-        inner = LockedName.open(files, name, at=folder.descriptor)
+        inner = LockedEntry.open_directory(files, name, at=folder.descriptor)
         try:
             _empty(files, inner, depth + 1)
         finally:
@@ -267,7 +267,7 @@ class RunDirectory(RunPlace):
         """Compare the lock; `at` is the directory, where it is open already."""
         if self._lock is None:
             return
-        with refusing("comparing the run's lock", self.path):
+        with not_committed_on_error("comparing the run's lock", self.path):
             if at is not None:
                 self._lock.check(self.path, at=at)
                 return
@@ -332,7 +332,7 @@ class RunDirectory(RunPlace):
             return seen_writing(files, at=at)
 
     def begin(self, record: RunRecord, *, durable: bool) -> RunLock:
-        with refusing("making the run's directory", self.path):
+        with not_committed_on_error("making the run's directory", self.path):
             make_parents(os.path.join(self.path, "step"), durable=durable)
         self._lock = open_for_writing(self, record, durable=durable)
         return self._lock
@@ -393,7 +393,10 @@ def open_for_writing(folder: RunDirectory, record: RunRecord, *, durable: bool) 
     files = folder.files
     lock = RunLock.take(files, folder.path)
     try:
-        with refusing("preparing the run's directory", folder.path), folder.opened() as (_, at):
+        with (
+            not_committed_on_error("preparing the run's directory", folder.path),
+            folder.opened() as (_, at),
+        ):
             with suppress(OSError):
                 clean(files, files.list(at), at=at)
             folder.write_rules(record, durable=durable)
@@ -422,11 +425,11 @@ def turn(folder: RunDirectory) -> Iterator[tuple[Files, int]]:
     """The directory, open and locked: no other process changes pins or takes names from steps meanwhile."""
     with folder.opened() as (files, at):
         deadline = time.monotonic() + PATIENCE_S
-        while not locked(files, at):
+        while not try_lock(files, at):
             if time.monotonic() > deadline:
-                raise refusal(
+                raise NotCommitted(
                     "another process has been deleting steps or changing pins for long; try again",
-                    folder.path,
+                    file=folder.path,
                 )
             time.sleep(PAUSE_S)
         folder.check(at)

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from holdfast.core.arguments import AnyDType
 from holdfast.core.quantities import Size, describe_value, parse_count
 from holdfast.core.runtime import make_fork_safe, start_thread
-from holdfast.engine.commit.target import refusal
 from holdfast.errors import (
     BadArgument,
     BadArgumentType,
@@ -99,7 +98,9 @@ class Export:
             if own or error.errno != errno.EEXIST:
                 raise
             message = "what lies there is no export of this run, or changed since, and is not replaced; move it away"
-            raise refusal(f"{message}, or export elsewhere", target, errno.EEXIST) from None
+            raise NotCommitted(
+                f"{message}, or export elsewhere", file=target, errno=errno.EEXIST
+            ) from None
         now = place_at(target).stamps()
         if now is not None:
             run.add_exported(name, now, durable=durable)

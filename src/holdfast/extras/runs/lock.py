@@ -22,8 +22,8 @@ from contextlib import suppress
 import msgspec
 
 from holdfast.core.documents import DocumentType, read_document, write_document
-from holdfast.engine.commit.target import refusal, refusing
-from holdfast.engine.commit.temporaries import NO_LOCKS, LockedName, locked
+from holdfast.engine.commit.target import not_committed_on_error
+from holdfast.engine.commit.temporaries import NO_LOCKS_ERRNOS, LockedEntry, try_lock
 from holdfast.errors import FormatError, LimitExceeded, NotCommitted
 from holdfast.stores.files import Files, read_all, write_all
 
@@ -33,7 +33,7 @@ MOST_NBYTES = 4096
 ATTEMPTS = 100
 """How often a file is made again because another run removed it, or was as quick."""
 
-CANNOT_LOCK = NO_LOCKS | {errno.EBADF}
+CANNOT_LOCK = NO_LOCKS_ERRNOS | {errno.EBADF}
 """EBADF: NFS refuses so to lock a file that is open for reading alone."""
 
 
@@ -60,13 +60,13 @@ DOCUMENT = DocumentType(
 class RunLock:
     """The lock, held. `close` gives it back."""
 
-    def __init__(self, kept: LockedName) -> None:
-        self._kept: LockedName | None = kept
+    def __init__(self, kept: LockedEntry) -> None:
+        self._kept: LockedEntry | None = kept
 
     @classmethod
     def take(cls, files: Files, path: str) -> RunLock:
         """Take the lock of the run in this directory. Raises `NotCommitted` with the holder where another one lives."""
-        with refusing("taking the run's lock", path):
+        with not_committed_on_error("taking the run's lock", path):
             at = files.open_directory(path)
             try:
                 for _ in range(ATTEMPTS):
@@ -94,14 +94,14 @@ class RunLock:
             why = "the directory that it was opened in was renamed or removed, or the lock was"
             todo = "nothing was changed here; make a new Run, in a directory that no other run writes into"
             number = errno.ENOENT if found is None else errno.EBUSY
-            raise refusal(f"{state}: {why}; {todo}", path, number)
+            raise NotCommitted(f"{state}: {why}; {todo}", file=path, errno=number)
 
     def close(self) -> None:
         """Release the lock. In a fork it was not ours, and is the parent's still."""
         kept, self._kept = self._kept, None
         if kept is not None:
             with suppress(OSError):
-                if kept.in_place():
+                if kept.is_in_place():
                     kept.files.unlink(LOCK, dir_fd=kept.at)
             with suppress(OSError):
                 kept.close()
@@ -116,7 +116,7 @@ def _is_free(files: Files, at: int, path: str) -> bool:
     except FileNotFoundError:
         return True
     try:
-        kept = LockedName(files, LOCK, at=at, descriptor=descriptor)
+        kept = LockedEntry(files, LOCK, at=at, descriptor=descriptor)
         try:
             alone = files.lock(descriptor)
         except OSError as error:
@@ -125,7 +125,7 @@ def _is_free(files: Files, at: int, path: str) -> bool:
             alone = not _alive(who_writes(files, at=at))
         if not alone:
             raise _refused(who_writes(files, at=at), path)
-        if kept.in_place():
+        if kept.is_in_place():
             files.unlink(LOCK, dir_fd=at)
         return True
     finally:
@@ -133,7 +133,7 @@ def _is_free(files: Files, at: int, path: str) -> bool:
             files.close(descriptor)
 
 
-def _make(files: Files, at: int) -> LockedName | None:
+def _make(files: Files, at: int) -> LockedEntry | None:
     """Make the lock file and lock it; None where another run was faster."""
     try:
         descriptor = files.create(LOCK, dir_fd=at)
@@ -141,10 +141,10 @@ def _make(files: Files, at: int) -> LockedName | None:
         return None
     kept = None
     try:
-        if not locked(files, descriptor):
+        if not try_lock(files, descriptor):
             return None
-        found = LockedName(files, LOCK, at=at, descriptor=descriptor)
-        if found.in_place():
+        found = LockedEntry(files, LOCK, at=at, descriptor=descriptor)
+        if found.is_in_place():
             text = write_document(DOCUMENT, Holder(os.getpid(), platform.node(), time.time()))
             write_all(files, descriptor, text, offset=0)
             kept = found
@@ -193,4 +193,4 @@ def _refused(holder: Holder | None, path: str) -> NotCommitted:
     else:
         who = "another process" if holder is None else str(holder)
         message = f"another run writes into this directory: {who}; wait for it, or give this run a directory of its own"
-    return refusal(message, path, errno.EBUSY)
+    return NotCommitted(message, file=path, errno=errno.EBUSY)

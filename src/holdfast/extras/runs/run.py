@@ -39,7 +39,7 @@ from holdfast.core.options import RECORD_OPTIONS, Option, StoreOption, switch, v
 from holdfast.core.quantities import Size, describe_value, parse_nbytes, parse_seconds
 from holdfast.core.runtime import gc_paused, make_fork_safe
 from holdfast.core.value import replace
-from holdfast.engine.commit.target import refusal, refusing
+from holdfast.engine.commit.target import not_committed_on_error
 from holdfast.engine.commit.temporaries import wait_for_room
 from holdfast.engine.write import Progress
 from holdfast.errors import (
@@ -254,7 +254,7 @@ class Run(RunView):
             self._settle()
             self._begin()
             self._folder.check()
-            with refusing("deleting steps", self.path):
+            with not_committed_on_error("deleting steps", self.path):
                 return self._let_go()
 
     def sweep(self, *, grace: float | str = "24h", dry_run: bool = False) -> Swept:
@@ -280,8 +280,8 @@ class Run(RunView):
             for one in later:
                 if one.step in self.pins() or one.step in self._busy():
                     message = f"step {one.step} is pinned or being exported, and later than {number}; unpin it first"
-                    raise refusal(message, self.path, errno.EBUSY)
-            with refusing("deleting later steps", self.path):
+                    raise NotCommitted(message, file=self.path, errno=errno.EBUSY)
+            with not_committed_on_error("deleting later steps", self.path):
                 self._folder.delete(later, durable=self.durable)
             return tuple(later)
 
@@ -461,10 +461,10 @@ class Run(RunView):
             if self.when_full == "pause" and not is_too_large:
                 self._wait_for_room(lacking)
             elif self.when_full != "evict" or not self._evict(coming):
-                refused = refusal(
+                refused = NotCommitted(
                     f"{lacking}; nothing was written, and every old step is intact",
-                    self._step_path(coming.step),
-                    errno.ENOSPC,
+                    file=self._step_path(coming.step),
+                    errno=errno.ENOSPC,
                 )
                 refused.expected = nbytes
                 raise refused
@@ -576,12 +576,12 @@ class Run(RunView):
         base = self._folder.newest() if self.share else None
         if found is not None and not overwrite:
             message = f"step {step} is there already and whole; pass overwrite=True to replace it, or save another number"
-            raise refusal(message, found.path, errno.EEXIST)
+            raise NotCommitted(message, file=found.path, errno=errno.EEXIST)
         if found is not None and found.path != path:
-            raise refusal(
+            raise NotCommitted(
                 f"step {step} is there under the name {found.name!r}; remove that to save another one",
-                path,
-                errno.EEXIST,
+                file=path,
+                errno=errno.EEXIST,
             )
         while base is not None and (base.step == step or self._doubts.is_doubted(base)):
             base = self._folder.newest(below=base.step)

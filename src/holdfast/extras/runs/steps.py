@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
-from holdfast.engine.commit.temporaries import SURE_NBYTES, set_aside
+from holdfast.engine.commit.temporaries import SAFE_NAME_NBYTES, find_set_aside
 from holdfast.errors import HoldfastError, StoreError
 from holdfast.formats import format_of
 from holdfast.formats.safetensors.schema import MANIFEST
@@ -184,8 +184,8 @@ class DirectoryLook:
                 asides[name] = aside[1]
         for name, target in asides.items():
             # A crash caught the step between two renames: it is not there, and no other one was moved aside.
-            if files.stat(target, dir_fd=at) is None and set_aside(
-                files, target, at=at, there=[*asides], longest=SURE_NBYTES
+            if files.stat(target, dir_fd=at) is None and find_set_aside(
+                files, target, at=at, there=[*asides], longest=SAFE_NAME_NBYTES
             ) == [name]:
                 claim(self.claims, int(target.removeprefix("step-")), name)
         for name in foreign:

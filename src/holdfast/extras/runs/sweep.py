@@ -26,10 +26,9 @@ from holdfast.core.keys import DATA_KEY
 from holdfast.core.options import validate_arguments
 from holdfast.core.quantities import parse_seconds
 from holdfast.core.value import Value
-from holdfast.engine.commit.target import refusal
 from holdfast.engine.targets.bucket_claims import CLAIMS, LIFE_S, Released, release
 from holdfast.engine.targets.bucket_commit import save_id
-from holdfast.errors import BadArgument, StoreError
+from holdfast.errors import BadArgument, NotCommitted, StoreError
 from holdfast.stores.files import is_temporary
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
@@ -116,8 +115,8 @@ def sweep(
             if released.used:
                 notes.append(f"a save uses {len(released.used):,} objects; sweep again later")
     except StoreError as error:
-        raise refusal(
-            f"not all was deleted: {error.message}; sweep again", url, error.errno
+        raise NotCommitted(
+            f"not all was deleted: {error.message}; sweep again", file=url, errno=error.errno
         ) from None
     nbytes = sum(objects[key].nbytes for key in dead)
     return Swept(url, tuple(sorted(dead)), nbytes, young, tuple(notes), done=not dry_run)

@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from holdfast.engine.commit.target import refusal, refusing
-from holdfast.engine.commit.temporaries import unfinished
+from holdfast.engine.commit.target import not_committed_on_error
+from holdfast.engine.commit.temporaries import list_unfinished
 from holdfast.engine.commit.transactions import FileTransaction
 from holdfast.engine.saves import FilePlan, Literal
 from holdfast.engine.stream import Writer as Output
@@ -40,7 +40,7 @@ from holdfast.engine.stream import write_all, write_stream
 from holdfast.engine.targets.target import Saving, Target, join_target
 from holdfast.engine.threads import DEFAULT_THREADS
 from holdfast.engine.write import write_file
-from holdfast.errors import Unsupported
+from holdfast.errors import NotCommitted, Unsupported
 from holdfast.formats import format_of
 from holdfast.formats.dcp.index import BESIDE, METADATA, checksum_file
 from holdfast.formats.dcp.write import lay_out_items
@@ -141,7 +141,7 @@ class Writer(CheckpointPlace, StorageWriter):
         found = self._found()
         kept = {name for name in found or () if not is_part(name)}
         if not self.overwrite and kept != set(found or ()):
-            raise refusal(EXISTS, self.path, errno.EEXIST)
+            raise NotCommitted(EXISTS, file=self.path, errno=errno.EEXIST)
         self._target = target = open_together(
             self.path,
             format_of("dcp"),
@@ -159,7 +159,7 @@ class Writer(CheckpointPlace, StorageWriter):
     def _found(self) -> list[str] | None:
         if not place_at(self.path).on_disk:
             return None
-        with refusing("looking at the target", self.path):
+        with not_committed_on_error("looking at the target", self.path):
             return os.listdir(self.path) if os.path.isdir(self.path) else None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -250,12 +250,12 @@ class Writer(CheckpointPlace, StorageWriter):
             return self.path
         if self._target is not None:
             return self._target.join_name
-        there = unfinished(self.path)
+        there = list_unfinished(self.path)
         if task.folder in there:
             return task.folder
         if len(there) != 1:
             message = f"the coordinator's folder was not found: there are {len(there)} unfinished saves of this checkpoint"
-            raise refusal(message, self.path, errno.ENOENT)
+            raise NotCommitted(message, file=self.path, errno=errno.ENOENT)
         return there[0]
 
     def _written(
@@ -303,21 +303,21 @@ class Writer(CheckpointPlace, StorageWriter):
         if not place_at(self.path).on_disk:
             message = "ranks that save each for itself (use_collectives=False) have no index in common; save to a folder"
             raise Unsupported(message, file=self.path)
-        with refusing("making the folder", self.path):
+        with not_committed_on_error("making the folder", self.path):
             make_parents(os.path.join(self.path, METADATA), durable=self.durable)
             found = os.listdir(self.path)
         if METADATA in found:
             message = "the folder has a checkpoint that ranks saved together, and would still be read as that; save elsewhere"
-            raise refusal(message, self.path, errno.EEXIST)
+            raise NotCommitted(message, file=self.path, errno=errno.EEXIST)
         if not self.overwrite and f"__{rank}{METADATA}" in found:
-            raise refusal(EXISTS, self.path, errno.EEXIST)
+            raise NotCommitted(EXISTS, file=self.path, errno=errno.EEXIST)
 
     def _finish_alone(self, rank: int, content: bytes, sizes: dict[str, int]) -> None:
         system = system_files()
         name = f"__{rank}{METADATA}"
         with _opened(self.path) as folder:
             if self.durable:
-                with refusing("writing the folder to the disk (fsync)", self.path):
+                with not_committed_on_error("writing the folder to the disk (fsync)", self.path):
                     system.sync(folder)
             with suppress(
                 FileNotFoundError
@@ -361,7 +361,7 @@ class Appended(io.RawIOBase):
 @contextmanager
 def _opened(path: str) -> Iterator[int]:
     system = system_files()
-    with refusing("opening the folder", path):
+    with not_committed_on_error("opening the folder", path):
         folder = system.open_directory(path)
     try:
         yield folder

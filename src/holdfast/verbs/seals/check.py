@@ -19,7 +19,14 @@ from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
 from holdfast.engine.file_digest import digest_file
 from holdfast.engine.threads import DEFAULT_THREADS, run_all
-from holdfast.errors import BadPath, HoldfastError, LimitExceeded, StoreError, UnsafePath
+from holdfast.errors import (
+    BadPath,
+    HoldfastError,
+    LimitExceeded,
+    NotCommitted,
+    StoreError,
+    UnsafePath,
+)
 from holdfast.stores import platform
 from holdfast.stores.files import is_temporary
 from holdfast.stores.local import OpenFile, check_regular_file, open_folder
@@ -110,9 +117,9 @@ def refuse_sealed(path: str, keys: Iterable[str], limits: Limits | None = None) 
             f"`holdfast seal {sealed_path}`"
         )
     if seal is not None:
-        from holdfast.engine.commit.target import refusal  # so that `show` loads no writer
-
-        raise refusal(f"the seal {seal!r} would not fit what is rewritten here. {advice}", path)
+        raise NotCommitted(
+            f"the seal {seal!r} would not fit what is rewritten here. {advice}", file=path
+        )
 
 
 def _find_sealed(path: str, keys: Iterable[str], limits: Limits | None) -> str | None:

@@ -19,11 +19,11 @@ from functools import partial
 
 from holdfast.core.limits import Limits
 from holdfast.engine.checksums import Progress
-from holdfast.engine.commit.target import open_target, refusal, refuse_existing, refusing
+from holdfast.engine.commit.target import not_committed_on_error, open_target, refuse_existing
 from holdfast.engine.commit.transactions import replace_file
 from holdfast.engine.file_digest import digest_file
 from holdfast.engine.threads import DEFAULT_THREADS, run_all
-from holdfast.errors import LimitExceeded
+from holdfast.errors import LimitExceeded, NotCommitted
 from holdfast.stores.files import FileEntry, Files, split_path, system_files
 from holdfast.stores.paths import AnyPath, local_path
 from holdfast.verbs.seals.check import is_part
@@ -40,7 +40,7 @@ def unseal(src: AnyPath, *, durable: bool = True) -> bool:
     It is gone for certain before this comes back: a power cut later does not bring it back to files that it does not fit.
     """
     path, files = local_path(src), system_files()
-    with refusing("removing the seal of what is to be written again", path):
+    with not_committed_on_error("removing the seal of what is to be written again", path):
         try:
             folder = is_folder(files, path)
             root, name = (
@@ -72,7 +72,7 @@ def write_seal(
     `listing` has the files that were found before. Every call to the file system goes through `files`.
     """
     files, limits = files or system_files(), limits or Limits()
-    with refusing("sealing", path):
+    with not_committed_on_error("sealing", path):
         folder = is_folder(files, path)
         root, name = (path.rstrip("/") or "/", None) if folder else split_path(path.rstrip("/"))
         listing = list_files(files, path, limits) if listing is None else listing
@@ -96,7 +96,7 @@ def write_seal(
                 f" and {len(changed) - SHOWN:,} more" if len(changed) > SHOWN else ""
             )
             message = f"{names} changed while it was sealed: somebody still writes there; seal it when that is done"
-            raise refusal(f"{message}. No seal was written", path, errno.EBUSY)
+            raise NotCommitted(f"{message}. No seal was written", file=path, errno=errno.EBUSY)
         sealed = Seal(
             about.step,
             about.saved,
@@ -127,7 +127,7 @@ def list_files(files: Files, path: str, limits: Limits) -> Listing:
     finally:
         files.close(at)
     if not found:
-        raise refusal("there is no file in this folder to seal", path, errno.ENOENT)
+        raise NotCommitted("there is no file in this folder to seal", file=path, errno=errno.ENOENT)
     return dict(sorted(found.items()))
 
 
@@ -144,10 +144,10 @@ def _collect(
         label = os.path.join(path, prefix + name)
         entry = files.stat(name, dir_fd=at)
         if entry is None:
-            raise refusal(
+            raise NotCommitted(
                 f"{prefix + name!r} went away: somebody still writes there; seal it when that is done",
-                path,
-                errno.EBUSY,
+                file=path,
+                errno=errno.EBUSY,
             )
         if entry.kind == "directory":
             if name.startswith("."):
@@ -178,16 +178,16 @@ def _plain_name(name: str, label: str) -> str:
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
-        raise refusal(
+        raise NotCommitted(
             "the name is no UTF-8 text, and could not stand in a seal; rename it",
-            label,
-            errno.EILSEQ,
+            file=label,
+            errno=errno.EILSEQ,
         ) from None
     if "\\" in name:
-        raise refusal(
+        raise NotCommitted(
             "the name has a backslash, which other systems take for a folder; rename it",
-            label,
-            errno.EINVAL,
+            file=label,
+            errno=errno.EINVAL,
         )
     return name
 
@@ -195,12 +195,12 @@ def _plain_name(name: str, label: str) -> str:
 def _plain(entry: FileEntry | None, label: str) -> FileEntry:
     """The entry of a plain file. Raises `NotCommitted` for anything else."""
     if entry is None:
-        raise refusal("there is nothing here to seal", label, errno.ENOENT)
+        raise NotCommitted("there is nothing here to seal", file=label, errno=errno.ENOENT)
     if entry.kind == "file":
         return entry
     link = "a link, and what it leads to may change elsewhere; put the file itself here"
     what = link if entry.kind == "link" else "no plain file"
-    raise refusal(f"this is {what}; it cannot be sealed", label, errno.EINVAL)
+    raise NotCommitted(f"this is {what}; it cannot be sealed", file=label, errno=errno.EINVAL)
 
 
 def _take(
@@ -288,8 +288,10 @@ def check_place(files: Files, place: str, *, overwrite: bool) -> None:
     target = open_target(files, place)
     try:
         if target.existing is not None and target.existing.kind == "file" and not overwrite:
-            raise refusal(
-                "there is a seal already; pass overwrite=True to seal it again", place, errno.EEXIST
+            raise NotCommitted(
+                "there is a seal already; pass overwrite=True to seal it again",
+                file=place,
+                errno=errno.EEXIST,
             )
         refuse_existing(target.existing, place, directory=False, overwrite=overwrite)
     finally:

@@ -29,13 +29,13 @@ from holdfast.core.options import CopyConfig, Progress, pick_fields
 from holdfast.core.protocols import Store
 from holdfast.core.quantities import Size, parse_nbytes
 from holdfast.core.value import Value, replace
-from holdfast.engine.commit.target import open_target, refusal, refuse_existing
+from holdfast.engine.commit.target import open_target, refuse_existing
 from holdfast.engine.commit.temporaries import wait_for_room
 from holdfast.engine.saves import LinkedFile, SavePlan, remove_hashes
 from holdfast.engine.targets.parts import Findings, PlanSave
 from holdfast.engine.targets.target import Saving, Target, join_target, target_of
 from holdfast.engine.threads import BASE_NBYTES, Budget, budget, default_threads, reading_threads
-from holdfast.errors import CannotHold, StoreError, Unsupported
+from holdfast.errors import CannotHold, NotCommitted, StoreError, Unsupported
 from holdfast.formats import format_of, written_formats
 from holdfast.formats.safetensors.directory import SUFFIX
 from holdfast.stores.files import Files, system_files
@@ -185,10 +185,10 @@ def _free(target: str) -> int:
     try:
         free = place_at(target).free_nbytes()
     except StoreError as error:
-        raise refusal(
+        raise NotCommitted(
             f"the folder to save into cannot be used: {error.message} ({error.file!r})",
-            target,
-            error.errno,
+            file=target,
+            errno=error.errno,
         ) from None
     return ENDLESS if free is None else free
 
@@ -291,7 +291,7 @@ def _await_room(report: R) -> R:
     folder = os.path.dirname(os.path.abspath(report.path))
     if report.free_nbytes < report.new_nbytes and os.access(folder, os.W_OK):
         room = f"{report.new_nbytes:,} bytes are to be written and {report.free_nbytes:,} are free"
-        refused = refusal(f"the disk is full: {room}", report.path, errno.ENOSPC)
+        refused = NotCommitted(f"the disk is full: {room}", file=report.path, errno=errno.ENOSPC)
         refused.expected, refused.found = report.new_nbytes, report.free_nbytes
         raise refused
     return report
@@ -511,8 +511,8 @@ def unchanged(stores: Iterable[Store], target: str) -> None:
         changed = store.find_changed()
         if changed:
             message = f"the source {store.name!r} changed while it was read ({', '.join(changed[:3])}); nothing was published"
-            raised = refusal(
-                f"{message}: start again when nobody writes to it", target, errno.ESTALE
+            raised = NotCommitted(
+                f"{message}: start again when nobody writes to it", file=target, errno=errno.ESTALE
             )
             raised.found = changed
             raise raised
@@ -532,7 +532,7 @@ def check_in_place(stores: Iterable[Store], target: str) -> None:
                 f"the target was changed, replaced or removed after it was opened ({shown_keys}); "
                 "it is left as it is now. Open it again, and repeat this"
             )
-            raised = refusal(message, target, errno.ESTALE)
+            raised = NotCommitted(message, file=target, errno=errno.ESTALE)
             raised.found = tuple(replaced_keys)
             raise raised
 

@@ -14,7 +14,6 @@ from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import Description, Store
 from holdfast.core.runtime import gc_paused
 from holdfast.core.table import Table
-from holdfast.engine.commit.target import refusal
 from holdfast.engine.saves import SavePlan
 from holdfast.engine.source import OpenSource
 from holdfast.errors import FormatError, HoldfastError, LimitExceeded, NotCommitted
@@ -69,7 +68,7 @@ def describe_unpublished(store: Store, formats: Collection[str], path: str) -> D
     try:
         return describe_as(store, formats)
     except HoldfastError as error:
-        raise refusal(f"{MESSAGE}: {error.message}", path) from error
+        raise NotCommitted(f"{MESSAGE}: {error.message}", file=path) from error
 
 
 def describe_as(store: Store, formats: Collection[str]) -> Description:
@@ -125,4 +124,4 @@ def _refuse(problems: list[str], path: str) -> NotCommitted:
     shown_problems = problems[:SHOWN_PROBLEMS]
     if len(problems) > SHOWN_PROBLEMS:
         shown_problems.append(f"and {len(problems) - SHOWN_PROBLEMS:,} more")
-    return refusal("\n  - ".join([MESSAGE, *shown_problems]), path)
+    return NotCommitted("\n  - ".join([MESSAGE, *shown_problems]), file=path)
