@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from holdfast.core.chunk import Storage
-from holdfast.core.sharing import View, identity
+from holdfast.core.sharing import ViewIdentity, identify_view
 from holdfast.core.tensor import LazyTensor
 
 
@@ -23,9 +23,9 @@ def groups(
 
 def ties(tensors: Mapping[str, LazyTensor]) -> dict[str, str]:
     """Names of a view that has an earlier name, each with the first of its names. What has no bytes is no view."""
-    firsts: dict[View, str] = {}
+    firsts: dict[ViewIdentity, str] = {}
     found = {
-        name: firsts.setdefault(identity(tensor), name)
+        name: firsts.setdefault(identify_view(tensor), name)
         for name, tensor in tensors.items()
         if any(s.nbytes for s in tensor.storages)
     }

@@ -17,7 +17,13 @@ import holdfast
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES
-from holdfast.core.sharing import disjoint_groups, identity, overlaps, shared_rows, tied
+from holdfast.core.sharing import (
+    find_overlaps,
+    find_shared_rows,
+    find_ties,
+    group_overlapping_ranges,
+    identify_view,
+)
 from holdfast.core.table import Table
 from holdfast.core.tensor import AliasView, LazyTensor, Traits
 from holdfast.core.value import replace
@@ -60,9 +66,9 @@ def table_of(tensors: dict[str, LazyTensor]) -> Table:
 def by_storage(tensors: dict[str, LazyTensor], *, stored_aliases: bool = False) -> list[list[str]]:
     """The names over each storage, as the rows of a table tell; they are as the tensors tell."""
     table = table_of(tensors)
-    shared = shared_rows([table], stored_aliases=stored_aliases)
+    shared = find_shared_rows([table], stored_aliases=stored_aliases)
     found: dict[int, list[str]] = {}
-    for row, number in zip(*shared.pieces(), strict=True):
+    for row, number in zip(*shared.storage_rows(), strict=True):
         found.setdefault(number, []).append(table.names[row])
     expected = groups(tensors, stored_aliases=stored_aliases)
     assert [*found.values()] == [*expected.values()]
@@ -79,7 +85,7 @@ def by_storage(tensors: dict[str, LazyTensor], *, stored_aliases: bool = False) 
 def tied_names(tensors: dict[str, LazyTensor]) -> dict[str, str]:
     """Names with the first name of their view, as the rows of a table tell; they are as the tensors tell."""
     table = table_of(tensors)
-    found = {table.names[row]: table.names[first] for row, first in tied(table).items()}
+    found = {table.names[row]: table.names[first] for row, first in find_ties(table).items()}
     assert found == ties(tensors)
     return found
 
@@ -114,7 +120,7 @@ def test_stores_that_use_the_same_keys_share_nothing():
     original = Made().tensor()
     made = [Computed().tensor(original, original.dtype, lambda array: array) for _ in range(2)]
     assert made[0].chunks[0].storage.key == made[1].chunks[0].storage.key
-    assert identity(made[0]) != identity(made[1])
+    assert identify_view(made[0]) != identify_view(made[1])
     assert tied_names({"a": made[0], "b": made[1]}) == {}
     assert by_storage({"a": made[0], "b": made[1]}) == [["a"], ["b"]]
 
@@ -170,7 +176,9 @@ def test_stored_aliases_count_as_what_they_were():
     found = groups(tensors, stored_aliases=True)
     assert [storage.nbytes for storage in found] == [64, 64, 16]
     assert [storage.label for storage in found][:2] == ["shared/0", "shared/1"]
-    assert identity(tensors["a"], stored_alias=True) != identity(tensors["b"], stored_alias=True)
+    assert identify_view(tensors["a"], stored_alias=True) != identify_view(
+        tensors["b"], stored_alias=True
+    )
     assert tensors["b"].shared_chunks[0].offset == 8
     assert tensors["d"].shared_chunks is tensors["d"].chunks
 
@@ -224,7 +232,7 @@ def test_several_tables_are_compared_as_one(tensors, cut):
     tables = [
         table_of({name: tensors[name] for name in part}) for part in (names[:cut], names[cut:])
     ]
-    one, shared = shared_rows([table_of(tensors)]), shared_rows(tables)
+    one, shared = find_shared_rows([table_of(tensors)]), find_shared_rows(tables)
     assert shared.rows == one.rows
     assert shared.ties() == one.ties()
     assert [rows for _, rows in shared.groups()] == [rows for _, rows in one.groups()]
@@ -236,8 +244,8 @@ def test_by_place_a_file_that_is_opened_twice_is_one(tmp_path):
     holdfast.save({"a": array, "b": array, "c": array.copy()}, tmp_path / "m.pt")
     with holdfast.open(tmp_path / "m.pt") as one, holdfast.open(tmp_path / "m.pt") as other:
         tables = [table_of(dict(one)), table_of(dict(other))]
-        assert shared_rows(tables).ties() == {1: 0, 4: 3}
-        assert shared_rows(tables, by_place=True).ties() == {1: 0, 3: 0, 4: 0, 5: 2}
+        assert find_shared_rows(tables).ties() == {1: 0, 4: 3}
+        assert find_shared_rows(tables, by_identity=True).ties() == {1: 0, 3: 0, 4: 0, 5: 2}
 
 
 spans = st.lists(
@@ -256,7 +264,9 @@ def test_disjoint_groups_are_what_hangs_together(pairs, touching):
             if one is not other:
                 one |= other
                 apart = [group for group in apart if group is not other]
-    found = disjoint_groups([(*pair, i) for i, pair in enumerate(pairs)], touching=touching)
+    found = group_overlapping_ranges(
+        [(*pair, i) for i, pair in enumerate(pairs)], touching=touching
+    )
     assert sorted(map(sorted, apart)) == sorted(sorted(one.members) for one in found)
     for one in found:
         members = [pairs[i] for i in one.members]
@@ -265,7 +275,7 @@ def test_disjoint_groups_are_what_hangs_together(pairs, touching):
 
 @given(spans)
 def test_overlaps_are_found_whenever_there_are_any(pairs):
-    found = list(overlaps((*pair, i) for i, pair in enumerate(pairs)))
+    found = list(find_overlaps((*pair, i) for i, pair in enumerate(pairs)))
     truth = {
         frozenset(p) for p in combinations(range(len(pairs)), 2) if _meet(pairs[p[0]], pairs[p[1]])
     }
@@ -285,7 +295,7 @@ def test_what_was_pickled_together_still_shares(tmp_path, suffix):
     with holdfast.open(tmp_path / f"m{suffix}") as opened:
         sent = pickle.loads(pickle.dumps(dict(opened)))
         assert tied_names(sent) == tied_names(dict(opened)) == {"b": "a"}
-        assert identity(sent["a"]) != identity(opened["a"]), (
+        assert identify_view(sent["a"]) != identify_view(opened["a"]), (
             "another process has opened it for itself"
         )
 

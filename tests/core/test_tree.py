@@ -8,11 +8,11 @@ import pytest
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
-from holdfast.core.leaves import find_leaves, name_tensors, tensor_paths
+from holdfast.core.leaves import find_leaves, find_tensor_paths, name_tensors
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import rebuilt, refilled
+from holdfast.core.tree import copy_dict_with_items, replace_children
 from holdfast.engine.source import OpenSource
 from holdfast.errors import LimitExceeded
 from holdfast.stores.memory import MemoryStore
@@ -38,7 +38,7 @@ def test_paths_are_joined_by_dots_in_reading_order():
         "none": None,
     }
     assert names(tree) == ["b", "a.0", "a.1.0", "a.1.1.x", "3.y"]
-    assert tensor_paths(tree, Limits(), 100)["a.1.1.x"] == ("a", 1, 1, "x")
+    assert find_tensor_paths(tree, Limits(), 100)["a.1.1.x"] == ("a", 1, 1, "x")
 
 
 def test_two_paths_with_one_name_are_kept_apart_and_noted():
@@ -102,24 +102,24 @@ def test_an_opaque_shows_itself_in_bounded_space():
 def test_what_is_rebuilt_keeps_its_kind() -> None:
     ordered: OrderedDict[object, object] = OrderedDict(w=1, b=2)
     ordered.extra = "kept"  # type: ignore[attr-defined]  # as torch does to a state dict
-    made = rebuilt(ordered, [1, 3])
+    made = replace_children(ordered, [1, 3])
     assert type(made) is OrderedDict
     assert list(made.items()) == [("w", 1), ("b", 3)]
     assert vars(made) == {"extra": "kept"}
     default: defaultdict[object, object] = defaultdict(list, a=1)
-    again = refilled(default, {"b": 2})
+    again = copy_dict_with_items(default, {"b": 2})
     assert isinstance(again, defaultdict)
     assert again == {"b": 2}
     assert again.default_factory is list
     counts: Counter[object] = Counter("aab")
-    assert rebuilt(counts, [5, 6]) == Counter(a=5, b=6)
+    assert replace_children(counts, [5, 6]) == Counter(a=5, b=6)
     assert counts == Counter("aab")
 
 
 def test_what_is_rebuilt_of_the_same_children_is_the_same() -> None:
     for container in ({"a": 1}, [1, 2], (1, 2)):
         children = list(container.values()) if isinstance(container, dict) else list(container)
-        assert rebuilt(container, children) is container
+        assert replace_children(container, children) is container
 
 
 def in_memory(tree: object) -> list[str]:

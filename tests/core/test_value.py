@@ -21,7 +21,7 @@ import holdfast
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.opaque import Device, Global
-from holdfast.core.tensor import PLAIN, AliasView, LazyTensor, TensorFields, Traits
+from holdfast.core.tensor import PLAIN_TRAITS, AliasView, LazyTensor, TensorFields, Traits
 from holdfast.core.value import Value, replace
 from holdfast.engine.source import OpenSource
 from holdfast.stores.memory import MemoryStore
@@ -30,7 +30,7 @@ HOME = MemoryStore({})
 STORAGE = Storage("file", 8, 24, crc32=7, label="data/1", home=HOME)
 CHUNK = Chunk(Box.whole((2, 3)), STORAGE, 0, c_strides((2, 3), 32))
 VALUES = [
-    Box((0, 1), (2, 3)), AliasView(1, 8, 0, (32,)), Traits(conj=True, subclass=Global("a", "B")), PLAIN,
+    Box((0, 1), (2, 3)), AliasView(1, 8, 0, (32,)), Traits(conj=True, subclass=Global("a", "B")), PLAIN_TRAITS,
     Device("cuda", 3), Global("torch", "Size"), holdfast.Limits(depth=3),
     holdfast.Digest(holdfast.DTYPES.name("int8"), (2,), 5),
 ]  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 import holdfast
 import holdfast.torch
 from holdfast.cli.outline import outline
-from holdfast.core.tree import dotted, leaf_paths
+from holdfast.core.tree import iterate_leaves, join_path
 from holdfast.errors import CannotHold, HoldfastError, LimitExceeded
 from holdfast.extras.runs.fill import fill, loaded
 from holdfast.torch.ranks.staging import versions
@@ -65,7 +65,7 @@ def test_the_usual_limit_refuses_it(path: Path) -> None:
 
 def test_open_scan_diff_and_show(path: Path) -> None:
     with holdfast.open(path, limits=ROOMY) as checkpoint:
-        assert [dotted(path) for path, _ in leaf_paths(checkpoint.tree)] == [*checkpoint]
+        assert [join_path(path) for path, _ in iterate_leaves(checkpoint.tree)] == [*checkpoint]
         outline(checkpoint)
         metadata_of(checkpoint, stored_nbytes=path.stat().st_size, flat=False)
     assert holdfast.diff(path, path, limits=ROOMY).equal

@@ -12,7 +12,7 @@ import holdfast
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES
-from holdfast.core.sharing import reached_spans
+from holdfast.core.sharing import find_reached_ranges
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.stores.memory import MemoryStore
@@ -109,5 +109,5 @@ def test_the_bytes_that_are_reached_are_those_of_the_elements(parts, aligned):
         .reshape(-1, 2)
         .tolist()
     )
-    found = reached_spans(tensors, aligned=aligned)
+    found = find_reached_ranges(tensors, aligned=aligned)
     assert [[span.start, span.stop] for span in found.get(storage, [])] == edges

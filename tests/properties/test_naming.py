@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from holdfast.core import leaves as walked
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
-from holdfast.core.leaves import FREE_STEPS, PLAIN, find_leaves, name_tensors, tensor_paths
+from holdfast.core.leaves import FREE_STEPS, PLAIN, find_leaves, find_tensor_paths, name_tensors
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque, Size
-from holdfast.core.tensor import PLAIN as NO_TRAITS
+from holdfast.core.tensor import PLAIN_TRAITS as NO_TRAITS
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import Path, contents, dotted, step
+from holdfast.core.tree import Path, join_path, list_contents, to_path_key
 from holdfast.engine.source import OpenSource
 from holdfast.errors import LimitExceeded, Unsupported
 from holdfast.stores.memory import MemoryStore
@@ -59,7 +59,7 @@ def convert(value: object, path: Path) -> object:
     if not isinstance(value, Foreign):
         return value
     if value.made is None:
-        raise Unsupported(f"refused at {dotted(path)}")
+        raise Unsupported(f"refused at {join_path(path)}")
     return value.made
 
 
@@ -197,13 +197,13 @@ class Slow:
             if self.opened:
                 raise LimitExceeded("too deep")
             self.problems.append(
-                f"{dotted(path[:4])}…: nested deeper than Limits(depth={self.depth})"
+                f"{join_path(path[:4])}…: nested deeper than Limits(depth={self.depth})"
             )
             return False
         self._look_at(value, inside, bool(around))
         self._met |= dict.fromkeys(owners, True)
         found = [
-            self._visit(inner, (*path, step(key)), [*around, (value, owners)])
+            self._visit(inner, (*path, to_path_key(key)), [*around, (value, owners)])
             for key, inner in inside
         ]
         self._met[id(value)] = any(found)
@@ -213,7 +213,7 @@ class Slow:
         if isinstance(value, dict):
             return [(value, [*value.items()])]
         if isinstance(value, Opaque):
-            return [(owner, [*pairs]) for owner, pairs in contents(value) or ()]
+            return [(owner, [*pairs]) for owner, pairs in list_contents(value) or ()]
         if isinstance(value, list | tuple) and (self.opened or type(value) in (list, tuple)):
             return [(value, [*enumerate(value)])]
         return (
@@ -234,7 +234,7 @@ class Slow:
             if id(value) not in self.converted:
                 self._problem(path, error.message)
             made = value
-        self.converted.setdefault(id(value), (dotted(path), made))
+        self.converted.setdefault(id(value), (join_path(path), made))
         if isinstance(made, LazyTensor):
             self.found.append((path, made))
         elif isinstance(made, Composite):
@@ -245,13 +245,13 @@ class Slow:
         return isinstance(made, LazyTensor) or (isinstance(made, Composite) and bool(made.parts))
 
     def _problem(self, path: Path, what: str) -> None:
-        self.problems.append(f"{dotted(path) or 'the state'}: {what}")
+        self.problems.append(f"{join_path(path) or 'the state'}: {what}")
 
     def names(self) -> Iterator[tuple[str, str]]:
         """The name of each, and what it would be if no other had it."""
         taken: set[str] = set()
         for path, _ in self.found:
-            base = dotted(path) if path else "tensor"
+            base = join_path(path) if path else "tensor"
             name = next(
                 name
                 for number in count(1)
@@ -277,7 +277,7 @@ def test_an_opened_state_is_named_path_by_path(tree: object, spare: int, depth: 
     named = name_tensors(tree, Limits(depth=depth), spare - FREE_STEPS)
     names = [*slow.names()]
     assert [*named.tensors] == [name for name, _ in names]
-    assert [*tensor_paths(tree, Limits(depth=depth), spare - FREE_STEPS).items()] == [
+    assert [*find_tensor_paths(tree, Limits(depth=depth), spare - FREE_STEPS).items()] == [
         (name, path) for (name, _), (path, _) in zip(names, slow.found, strict=True)
     ]
     assert [one.name for one in named.tensors.values()] == [*named.tensors]
@@ -307,11 +307,11 @@ def test_a_state_to_be_saved_is_named_path_by_path(tree: object, spare: int, dep
     assert leaves.names == [name for name, _ in slow.names()]
     assert [*map(id, leaves.values)] == [id(one) for _, one in slow.found]
     assert leaves.problems == slow.problems
-    assert leaves.alone is (
+    assert leaves.is_single_tensor is (
         type(tree) is LazyTensor or (isinstance(tree, Foreign) and type(tree.made) is LazyTensor)
     )
-    assert (leaves.nested, leaves.beyond) == (slow.nested, slow.beyond)
-    assert {ident: id(made) for ident, (_, made) in leaves.converted.items()} == {
+    assert (leaves.is_nested, leaves.has_other_values) == (slow.nested, slow.beyond)
+    assert {ident: id(made) for ident, (_, made) in leaves.conversions.items()} == {
         ident: id(made) for ident, (_, made) in slow.converted.items()
     }
     became = {
@@ -319,6 +319,6 @@ def test_a_state_to_be_saved_is_named_path_by_path(tree: object, spare: int, dep
         for ident, (name, made) in slow.converted.items()
         if isinstance(made, LazyTensor | Composite)
     }
-    assert [(name, id(value)) for name, value in leaves.places] == [
+    assert [(name, id(value)) for name, value in leaves.converted_leaves] == [
         (name, ident) for ident, (name, _) in became.items()
     ]

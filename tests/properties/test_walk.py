@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.tree import (
-    Inside,
+    GetChildren,
+    LinkedPath,
     Path,
-    Way,
-    children,
-    nested,
-    path_to,
+    expand_path,
+    get_children,
+    get_inner_containers,
+    get_plain_children,
+    iterate_values,
     rebuild,
-    step,
-    usual_children,
-    values_inside,
+    to_path_key,
     walk,
 )
 from holdfast.errors import LimitExceeded
@@ -59,36 +59,36 @@ def graphs(draw: st.DrawFn, *, cyclic: bool = True) -> object:
 
 
 def slow_walk(value: object, path: Path, seen: set[int]) -> Iterator[tuple[Path, object]]:
-    inside = children(value)
+    inside = get_children(value)
     if inside is None:
         yield path, value
     elif id(value) not in seen:
         seen.add(id(value))
         yield path, value
         for key, inner in inside:
-            yield from slow_walk(inner, (*path, step(key)), seen)
+            yield from slow_walk(inner, (*path, to_path_key(key)), seen)
 
 
 @given(graphs())
 def test_every_value_once_in_reading_order(tree: object) -> None:
     expected = [(path, id(value)) for path, value in slow_walk(tree, (), set())]
-    assert [(path_to(way), id(value)) for way, value in walk(tree)] == expected
-    assert [id(value) for value in values_inside(tree)] == [number for _, number in expected]
+    assert [(expand_path(way), id(value)) for way, value in walk(tree)] == expected
+    assert [id(value) for value in iterate_values(tree)] == [number for _, number in expected]
     containers = [
-        id(value) for _, value in slow_walk(tree, (), set()) if children(value) is not None
+        id(value) for _, value in slow_walk(tree, (), set()) if get_children(value) is not None
     ]
-    assert [id(value) for _, value in walk(tree, nested)] == containers
+    assert [id(value) for _, value in walk(tree, get_inner_containers)] == containers
 
 
 def slow_places(
-    value: object, path: Path, above: frozenset[int], inside: Inside = children
+    value: object, path: Path, above: frozenset[int], inside: GetChildren = get_children
 ) -> Iterator[tuple[Path, object]]:
     yield path, value
     inner = inside(value)
     if inner is not None and id(value) in above:
         raise LimitExceeded("contains itself")
     for key, one in inner or ():
-        yield from slow_places(one, (*path, step(key)), above | {id(value)}, inside)
+        yield from slow_places(one, (*path, to_path_key(key)), above | {id(value)}, inside)
 
 
 def first_of(places: Iterator[tuple[Path, object]]) -> list[object]:
@@ -106,7 +106,7 @@ def first_of(places: Iterator[tuple[Path, object]]) -> list[object]:
 
 @given(graphs())
 def test_every_place_of_every_value(tree: object) -> None:
-    found = first_of((path_to(way), value) for way, value in walk(tree, most=MOST))
+    found = first_of((expand_path(way), value) for way, value in walk(tree, max_values=MOST))
     expected = first_of(slow_places(tree, (), frozenset()))
     # The place at which a container stands in itself is given by the slow walk only.
     assert found == expected or (expected[-1] == "stopped" and found == [*expected[:-2], "stopped"])
@@ -151,7 +151,7 @@ def alike(a: object, b: object) -> bool:
         if (id(one), id(two)) in compared:
             continue
         compared.add((id(one), id(two)))
-        inside = usual_children(one)
+        inside = get_plain_children(one)
         if inside is None:
             if type(one) is not type(two) or one != two:
                 return False
@@ -159,7 +159,7 @@ def alike(a: object, b: object) -> bool:
         # Of tuples, there may be one more than there were, where they contain themselves.
         if not isinstance(one, tuple) and pairs.setdefault(id(one), id(two)) != id(two):
             return False
-        mine, theirs = list(inside), list(usual_children(two) or ())
+        mine, theirs = list(inside), list(get_plain_children(two) or ())
         if type(one) is not type(two) or [key for key, _ in mine] != [key for key, _ in theirs]:
             return False
         if isinstance(one, OrderedDict) and isinstance(two, OrderedDict) and vars(one) != vars(two):
@@ -180,13 +180,15 @@ def test_what_does_not_change_is_the_same_object(tree: object) -> None:
     assert rebuild(tree, lambda value, way: value) is tree
     made = rebuild(tree, lambda value, way: other(value))
     for (_, one), (_, two) in zip(
-        walk(tree, usual_children, most=10**6), walk(made, usual_children, most=10**6), strict=True
+        walk(tree, get_plain_children, max_values=10**6),
+        walk(made, get_plain_children, max_values=10**6),
+        strict=True,
     ):
-        if usual_children(one) is not None:
+        if get_plain_children(one) is not None:
             changed = any(
                 other(leaf) is not leaf
-                for _, leaf in walk(one, usual_children)
-                if usual_children(leaf) is None
+                for _, leaf in walk(one, get_plain_children)
+                if get_plain_children(leaf) is None
             )
             assert (one is two) is not changed
 
@@ -195,15 +197,15 @@ def test_what_does_not_change_is_the_same_object(tree: object) -> None:
 def test_leaves_are_replaced_at_the_way_to_them(tree: object) -> None:
     found: list[tuple[Path, object]] = []
 
-    def note(value: object, way: Way) -> object:
-        found.append((path_to(way), value))
+    def note(value: object, way: LinkedPath) -> object:
+        found.append((expand_path(way), value))
         return value
 
-    rebuild(tree, note, most=10**6)
+    rebuild(tree, note, max_values=10**6)
     assert found == [
         entry
-        for entry in slow_places(tree, (), frozenset(), usual_children)
-        if usual_children(entry[1]) is None
+        for entry in slow_places(tree, (), frozenset(), get_plain_children)
+        if get_plain_children(entry[1]) is None
     ]
 
 
@@ -215,4 +217,4 @@ def test_a_bomb_of_shared_containers_is_gone_through_once() -> None:
     made = rebuild(level, lambda value, way: "u")
     assert [value for _, value in walk(made)][-1] == "u"
     with pytest.raises(LimitExceeded, match="too often"):
-        list(walk(level, most=1000))
+        list(walk(level, max_values=1000))

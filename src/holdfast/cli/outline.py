@@ -37,10 +37,10 @@ from holdfast.core.tree import (
     FREE_CHARACTERS,
     LONE_TENSOR_NAME,
     NAME_CHARACTERS_A_BYTE,
+    LinkedPath,
     Unrolled,
-    Way,
-    contents,
-    module_contents,
+    list_contents,
+    list_module_contents,
     rebuild,
     unroll,
     walk,
@@ -134,8 +134,8 @@ def _from_below(root: Branch, visit: Callable[[Branch, list[Any]], object]) -> N
     rebuild(
         root,
         lambda branch, _: visit(branch, []),
-        inside=_inner,
-        make=lambda branch, inner, _: visit(branch, inner),
+        get_children=_inner,
+        make_container=lambda branch, inner, _: visit(branch, inner),
     )
 
 
@@ -213,10 +213,10 @@ class _Outlining(Struct):
                 return Branch(label, name, "list" if isinstance(value, list) else "tuple")
 
     def _object(self, value: Opaque, label: str, name: str) -> Branch:
-        if module_contents(value) is None:
+        if list_module_contents(value) is None:
             return Branch(label, name, "object", brief(value.what, 80))
         settings = itertools.chain.from_iterable(
-            itertools.islice(state.items(), SETTINGS) for state in value.states()
+            itertools.islice(state.items(), SETTINGS) for state in value.state_dicts()
         )
         sizes = [
             f"{k}={brief(v, 20)}"
@@ -234,13 +234,13 @@ class _Outlining(Struct):
         if isinstance(value, Mapping):
             items = ((k if isinstance(k, str) else _label(k), v) for k, v in value.items())
             return self._grow(branch, items, depth, split=self.split)
-        ((_, children),) = contents(value) or ((None, iter(())),)
+        ((_, children),) = list_contents(value) or ((None, iter(())),)
         return self._grow(branch, ((str(k), v) for k, v in children), depth, split=False)
 
     def _fill_object(self, branch: Branch, value: Opaque, *, depth: int) -> Unrolled[None]:
         """Add the content of an object; of a dict that is another object's as well, only where that was met first."""
         module = branch.kind == "module"
-        for owner, children in contents(value) or ():
+        for owner, children in list_contents(value) or ():
             if owner is not value and id(owner) in self.met:
                 branch.children.append(
                     LeafNode(
@@ -415,7 +415,9 @@ def ranges(digits: list[str]) -> str:
 
 def _blend(members: list[Node]) -> Node:
     """The first of several nodes with equal signatures, in which values that differ are marked."""
-    for _, alike in cast("Iterator[tuple[Way, tuple[Node, ...]]]", walk((*members,), _abreast)):
+    for _, alike in cast(
+        "Iterator[tuple[LinkedPath, tuple[Node, ...]]]", walk((*members,), _abreast)
+    ):
         first = alike[0]
         if isinstance(first, Branch):
             continue

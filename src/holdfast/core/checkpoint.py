@@ -153,7 +153,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             return self
         return Checkpoint(self.source, replace(found, tensors=table, tree=table), again=self._again)
 
-    def seen(
+    def with_description(
         self, description: Description, through: Callable[[Checkpoint], Checkpoint]
     ) -> Checkpoint:
         """The files of this checkpoint under another description, which `through` makes of this checkpoint."""
@@ -194,19 +194,21 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def aliases(self) -> tuple[Alias, ...]:
         """Which names share a storage; names that stand alone are not listed."""
         if self._aliases is None:
-            from holdfast.core.sharing import shared_rows  # reading one tensor needs none of it
+            from holdfast.core.sharing import (
+                find_shared_rows,  # reading one tensor needs none of it
+            )
 
             self._aliases = find_aliases(
-                self.stored, shared_rows([self.stored], stored_aliases=True)
+                self.stored, find_shared_rows([self.stored], stored_aliases=True)
             )
         return self._aliases
 
     @property
     def nbytes(self) -> int:
         """Bytes of tensor data in the file; what is shared counts once."""
-        from holdfast.core.sharing import shared_rows
+        from holdfast.core.sharing import find_shared_rows
 
-        return shared_rows([self.stored]).total_nbytes()
+        return find_shared_rows([self.stored]).total_nbytes()
 
     def read(self, *names: str | Iterable[str]) -> dict[str, np.ndarray]:
         """Read several tensors (all of them when none is named) in parallel, with neighbouring reads merged.
@@ -270,7 +272,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self
 
     def _repr_html_(self) -> str:
-        from holdfast.core.notebook import ROWS, Bar, card, table
+        from holdfast.core.notebook import ROWS, Bar, render_card, render_table
         from holdfast.core.order import sort_naturally
         from holdfast.core.text import format_nbytes
 
@@ -290,8 +292,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
             ("tensors", f"{len(self):,}"),
             ("foreign objects", f"{len(self.foreign):,}"),
         ]
-        return card(
-            self.path, facts, tables=[table(("name", "dtype", "shape", "size"), rows, len(self))]
+        return render_card(
+            self.path,
+            facts,
+            tables=[render_table(("name", "dtype", "shape", "size"), rows, len(self))],
         )
 
     def __repr__(self) -> str:

@@ -25,17 +25,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
-from holdfast.core.tensor import Composite, LazyTensor, set_name
+from holdfast.core.tensor import Composite, LazyTensor, set_tensor_name
 from holdfast.core.tree import (
     FREE_CHARACTERS,
     LONE_TENSOR_NAME,
     NAME_CHARACTERS_A_BYTE,
-    Contents,
+    ContainerContents,
     Path,
-    contents,
-    dotted,
-    nested,
-    step,
+    get_inner_containers,
+    join_path,
+    list_contents,
+    to_path_key,
     walk,
 )
 from holdfast.core.value import Value, replace
@@ -63,7 +63,7 @@ Room = Callable[[int, int], int]
 """How many characters names may take together, where so many are taken by so many names. Raises `LimitExceeded` for too many."""
 
 
-class Policy(Value, frozen=True, eq=False):
+class WalkPolicy(Value, frozen=True, eq=False):
     """What differs between going through a state that was opened and through one that is to be saved."""
 
     depth: int
@@ -81,7 +81,7 @@ class Policy(Value, frozen=True, eq=False):
     """Numbers of tensors whose paths are kept."""
 
 
-class Leaf(Value, frozen=True, eq=False, gc=False):
+class RowLeaf(Value, frozen=True, eq=False, gc=False):
     """A tensor in the tree of a state that nobody has made: a row of its table."""
 
     row: int
@@ -91,67 +91,69 @@ class Leaves:
     """The tensors of a state, in the order in which a person would read it."""
 
     def __init__(self, kinds: Collection[type], convert: Convert | None) -> None:
-        self.kinds = frozenset(kinds)
+        self.tensor_types = frozenset(kinds)
         self.names: list[str] = []
         self.values: list[object] = []
         """The tensor of each name: as it stands in the state, or the lazy tensor that was made of a leaf of another type."""
-        self.beyond = False  # Whether there is anything but tensors in dicts of texts.
-        self.nested = False
-        self.alone = False  # Whether the state is one tensor, with nothing around it.
-        self.marked = False
+        self.has_other_values = False  # Whether there is anything but tensors in dicts of texts.
+        self.is_nested = False
+        self.is_single_tensor = False  # Whether the state is one tensor, with nothing around it.
+        self.has_traits = False
         """Whether a tensor is more than its elements: a Parameter, one that wants a gradient. Said by whoever has asked."""
-        self.converted: dict[
+        self.conversions: dict[
             int, tuple[object, object]
         ] = {}  # By identity: leaves of other types, and what was made of them.
-        self.irregular: dict[
+        self.irregular_tensors: dict[
             int, LazyTensor
         ] = {}  # By identity: the lazy tensors of those whose rows are irregular.
-        self.places: list[tuple[str, object]] = []  # Those that became tensors, with their names.
+        self.converted_leaves: list[
+            tuple[str, object]
+        ] = []  # Those that became tensors, with their names.
         self.problems: list[str] = []  # What stands in the way of a save, by its path.
         self.paths: dict[
             int, Path
         ] = {}  # Of the tensors of these numbers, where they were asked for.
-        self.doubled: list[
+        self.numbered_names: list[
             tuple[int, str]
         ] = []  # Tensors whose names got a number, and what these were before.
-        self.left_out = 0  # References to containers that were gone through too often already.
+        self.skipped_count = 0  # References to containers that were gone through too often already.
         self._convert = convert
 
     @property
-    def flat(self) -> bool:
+    def is_flat(self) -> bool:
         """Whether the state is a plain dict of plain tensors under their own names."""
-        return not (self.nested or self.beyond or self.marked)
+        return not (self.is_nested or self.has_other_values or self.has_traits)
 
     def is_tensor(self, value: object) -> bool:
         """Whether a value of the state is a tensor of a type that was asked for."""
-        return type(value) in self.kinds and id(value) not in self.converted
+        return type(value) in self.tensor_types and id(value) not in self.conversions
 
-    def take_apart(self, wholes: Mapping[int, Composite]) -> None:
+    def replace_with_parts(self, wholes: Mapping[int, Composite]) -> None:
         """Put the parts of composites in the places of the tensors of these numbers, which only look like plain ones."""
         names: list[str] = []
         values: list[object] = []
         done = 0
         for number, whole in sorted(wholes.items()):
             name, value = self.names[number], self.values[number]
-            self.converted[id(value)] = value, whole
+            self.conversions[id(value)] = value, whole
             names += (
                 *self.names[done:number],
-                *[part if self.alone else f"{name}.{part}" for part in whole.parts],
+                *[part if self.is_single_tensor else f"{name}.{part}" for part in whole.parts],
             )
             values += (*self.values[done:number], *whole.parts.values())
             done = number + 1
-        self.names, self.values, self.nested = (
+        self.names, self.values, self.is_nested = (
             [*names, *self.names[done:]],
             [*values, *self.values[done:]],
             True,
         )
 
-    def over(self, table: Table) -> Leaves:
+    def for_table(self, table: Table) -> Leaves:
         """The leaves as rows of another table, which has a row for each of them, in their order."""
         made = copy.copy(self)
         wholes = [
             (key, value, one)
-            for key, (value, one) in self.converted.items()
+            for key, (value, one) in self.conversions.items()
             if isinstance(one, Composite)
         ]
         if wholes:
@@ -162,9 +164,9 @@ class Leaves:
                 for part in one.parts.values()
             }
             made.values = [views.get(id(value), value) for value in self.values]
-            made.converted = dict(self.converted)
+            made.conversions = dict(self.conversions)
             for key, value, one in wholes:
-                made.converted[key] = (
+                made.conversions[key] = (
                     value,
                     replace(one, parts={name: views[id(part)] for name, part in one.parts.items()}),
                 )
@@ -184,34 +186,38 @@ class Leaves:
             if apart or table.irregular
             else []
         )
-        made.irregular = {id(made.values[row]): table.lazy_tensor(row) for row in rows_apart}
+        made.irregular_tensors = {
+            id(made.values[row]): table.lazy_tensor(row) for row in rows_apart
+        }
         return made
 
-    def described(self, value: object) -> object:
+    def describe(self, value: object) -> object:
         """What was made of a leaf of another type, or of an irregular tensor; any other value as it is."""
-        found = self.converted.get(id(value))
-        return self.irregular.get(id(value), value) if found is None else found[1]
+        found = self.conversions.get(id(value))
+        return self.irregular_tensors.get(id(value), value) if found is None else found[1]
 
-    def refuse(self) -> None:
+    def raise_problems(self) -> None:
         if self.problems:
             raise CannotHold("this state cannot be saved", self.problems)
 
-    def find(self, state: object, policy: Policy) -> None:
+    def find(self, state: object, policy: WalkPolicy) -> None:
         """Go through a state, and give each tensor in it a name of its own."""
-        self.beyond = type(state) is not dict
+        self.has_other_values = type(state) is not dict
         characters, names = self._go_through(state, policy), self.names
-        self.alone = names == [""] and not isinstance(state, dict | list | tuple | Opaque)
-        if self.alone:
+        self.is_single_tensor = names == [""] and not isinstance(
+            state, dict | list | tuple | Opaque
+        )
+        if self.is_single_tensor:
             names[0], self.paths = LONE_TENSOR_NAME, dict.fromkeys(self.paths, ())
         if len({*names}) < len(names):
             self._number_names()
-            characters += sum(len(names[row]) - len(base) for row, base in self.doubled)
+            characters += sum(len(names[row]) - len(base) for row, base in self.numbered_names)
         if characters > FREE_CHARACTERS:
             policy.room(characters, len(names))
 
-    def _go_through(self, state: object, policy: Policy) -> int:
+    def _go_through(self, state: object, policy: WalkPolicy) -> int:
         kinds, entered, refuses, depth, paths = (
-            self.kinds,
+            self.tensor_types,
             policy.entered,
             policy.refuses,
             policy.depth,
@@ -251,7 +257,7 @@ class Leaves:
                 if kind in PLAIN:
                     continue
                 ident = id(item)
-                held: Contents | None = None
+                held: ContainerContents | None = None
                 if kind not in CONTAINERS and not isinstance(item, dict):
                     if not isinstance(item, entered):
                         if self._convert is not None:
@@ -261,7 +267,7 @@ class Leaves:
                             if characters > room:
                                 room = policy.room(characters, len(names))
                         continue
-                    held = contents(item) or []
+                    held = list_contents(item) or []
                     owners = [id(owner) for owner, _ in held]
                     if ident not in walked and not walked.keys().isdisjoint(owners):
                         walked[ident] = True
@@ -296,7 +302,7 @@ class Leaves:
                 if again:
                     spare -= 1 + len(content)
                     if spare < 0:
-                        self.left_out += 1
+                        self.skipped_count += 1
                         passed += 1
                         continue
                 if level >= depth:
@@ -307,18 +313,18 @@ class Leaves:
                             found=depth + 1,
                         )
                     self.problems.append(
-                        f"{dotted((*path, key)[:4])}…: nested deeper than Limits(depth={depth})"
+                        f"{join_path((*path, key)[:4])}…: nested deeper than Limits(depth={depth})"
                     )
                     continue
                 key_types = INTEGER if type(keys) is range else {*map(type, keys)}
                 types = {*map(type, content)}
-                self.beyond |= (
+                self.has_other_values |= (
                     kind is not dict or not key_types <= TEXT or not PLAIN.isdisjoint(types)
                 )
                 if not key_types <= KEYS:
-                    keys = [*map(step, keys)]
+                    keys = [*map(to_path_key, keys)]
                 if pending:
-                    self.nested = True
+                    self.is_nested = True
                 if held is not None:
                     walked |= dict.fromkeys(owners, True)
                 walked[ident] = not types <= PLAIN
@@ -329,7 +335,7 @@ class Leaves:
                 if has_names:
                     if pending:
                         if prefix is None:
-                            prefix = f"{dotted(path)}."
+                            prefix = f"{join_path(path)}."
                         below = f"{prefix}{key!s}."
                     # Before they are made: a long path may stand before each of very many keys.
                     if characters + len(below) * len(content) > room:
@@ -366,36 +372,36 @@ class Leaves:
                 name = f"{base}#{count}"
             if count > 1:
                 doubles[base] = count
-                self.doubled.append((row, base))
+                self.numbered_names.append((row, base))
             seen.add(name)
             self.names[row] = name
 
     def _problem(self, path: Path, what: str) -> None:
-        self.problems.append(f"{dotted(path) or 'the state'}: {what}")
+        self.problems.append(f"{join_path(path) or 'the state'}: {what}")
 
     def _leaf(self, value: object, name: str, path: Path) -> None:
-        found = self.converted.get(id(value))
+        found = self.conversions.get(id(value))
         try:
             made = cast(Convert, self._convert)(value, path) if found is None else found[1]
         except Unsupported as error:
             self._problem(path, error.message)
             made = value
-        self.converted[id(value)] = value, made
+        self.conversions[id(value)] = value, made
         if found is None and isinstance(made, LazyTensor | Composite):
-            self.places.append((name, value))
+            self.converted_leaves.append((name, value))
         if isinstance(made, LazyTensor):
             self.names.append(name)
             self.values.append(made)
         elif isinstance(made, Composite):
-            self.nested = True
+            self.is_nested = True
             for part, tensor in made.children():
                 self.names.append(f"{name}.{part}" if path else part)
                 self.values.append(tensor)
         else:
-            self.beyond = True
+            self.has_other_values = True
 
     def composites(self) -> list[Composite]:
-        return [made for _, made in self.converted.values() if isinstance(made, Composite)]
+        return [made for _, made in self.conversions.values() if isinstance(made, Composite)]
 
 
 NO_LEAVES = Leaves((), lambda value, path: value)
@@ -411,18 +417,18 @@ def find_leaves(state: object, kinds: Collection[type], convert: Convert, depth:
         most = FREE_CHARACTERS + NAME_CHARACTERS_A_BYTE * HELD_NBYTES * count
         return most if characters <= most else _room(characters, _held_nbytes(state))
 
-    leaves.find(state, Policy(depth, AGAIN, room))
+    leaves.find(state, WalkPolicy(depth, AGAIN, room))
     return leaves
 
 
-class Named(Value, frozen=True, eq=False):
+class NamedTensors(Value, frozen=True, eq=False):
     """The tensors of a state that was opened, by name, and what is to be said of them."""
 
     tensors: dict[str, LazyTensor]
     notes: list[str]
 
 
-def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
+def name_tensors(tree: object, limits: Limits, stored: int) -> NamedTensors:
     """Give every tensor of a tree that was opened a dotted name. `stored` is how many bytes the tree took where it was stored."""
     leaves = _opened(tree, limits, stored)
     tensors = cast("dict[str, LazyTensor]", dict(zip(leaves.names, leaves.values, strict=True)))
@@ -430,26 +436,26 @@ def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
         own = tensor.name
         if not own:
             # Fresh from a format and seen by nobody yet: named where it is, so that the leaf of the tree knows its name too.
-            set_name(tensor, name)
+            set_tensor_name(tensor, name)
         elif own != name:
             tensors[name] = tensor.renamed(name)
     paths = (
-        _opened(tree, limits, stored, {row for row, _ in leaves.doubled}).paths
-        if leaves.doubled
+        _opened(tree, limits, stored, {row for row, _ in leaves.numbered_names}).paths
+        if leaves.numbered_names
         else {}
     )
     notes = [
         f"two tensors are called {base!r}; the one at path {paths[row]!r} is listed as {leaves.names[row]!r}"
-        for row, base in leaves.doubled
+        for row, base in leaves.numbered_names
     ]
-    if leaves.left_out:
+    if leaves.skipped_count:
         notes.append(
-            f"{leaves.left_out:,} further references to shared containers were not listed by name; they are in the tree"
+            f"{leaves.skipped_count:,} further references to shared containers were not listed by name; they are in the tree"
         )
-    return Named(tensors, notes)
+    return NamedTensors(tensors, notes)
 
 
-def tensor_paths(tree: object, limits: Limits, stored: int) -> dict[str, Path]:
+def find_tensor_paths(tree: object, limits: Limits, stored: int) -> dict[str, Path]:
     """The path of each tensor, by the name that `name_tensors` gives it."""
     leaves = _opened(tree, limits, stored, range(sys.maxsize))
     return dict(zip(leaves.names, leaves.paths.values(), strict=True))
@@ -459,7 +465,7 @@ def _opened(tree: object, limits: Limits, stored: int, paths: Container[int] = (
     leaves, entered = Leaves((LazyTensor,), None), (list, tuple, Opaque, Composite)
     leaves.find(
         tree,
-        Policy(
+        WalkPolicy(
             limits.depth,
             stored + FREE_STEPS,
             lambda found, _: _room(found, stored),
@@ -482,7 +488,9 @@ def _room(characters: int, stored: int) -> int:
 
 def _held_nbytes(state: object) -> int:
     containers = [
-        value for _, value in walk(state, nested) if isinstance(value, dict | list | tuple)
+        value
+        for _, value in walk(state, get_inner_containers)
+        if isinstance(value, dict | list | tuple)
     ]
     keys = {
         id(key): len(key)

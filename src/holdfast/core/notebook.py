@@ -28,7 +28,7 @@ LONGEST = 120
 
 class Bar(Value, frozen=True):
     text: str
-    share: float
+    fraction: float
 
 
 class Bars(Value, frozen=True):
@@ -41,26 +41,29 @@ FAINT = "opacity:.65"
 CELL = "padding:.15em .8em .15em 0;text-align:left;white-space:nowrap;vertical-align:top"
 
 
-def text(value: str, limit: int = LONGEST) -> str:
+def render_text(value: str, limit: int = LONGEST) -> str:
     """Text out of a file, as HTML.
 
-    >>> text("<b>\\u202e")
+    >>> render_text("<b>\\u202e")
     '&lt;b&gt;\\\\u202e'
     """
     return html.escape(escape(clip(value, limit)))
 
 
-def card(title: str, facts: Iterable[tuple[str, str]], *, tables: Iterable[str] = ()) -> str:
+def render_card(title: str, facts: Iterable[tuple[str, str]], *, tables: Iterable[str] = ()) -> str:
     line = " · ".join(
-        f'<span style="{FAINT}">{text(label)}</span> {text(value)}' for label, value in facts
+        f'<span style="{FAINT}">{render_text(label)}</span> {render_text(value)}'
+        for label, value in facts
     )
-    return f'<div style="margin:.4em 0"><div><strong>{text(title, 200)}</strong></div><div>{line}</div>{"".join(tables)}</div>'
+    head = f"<div><strong>{render_text(title, 200)}</strong></div><div>{line}</div>"
+    return f'<div style="margin:.4em 0">{head}{"".join(tables)}</div>'
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], total: int) -> str:
+def render_table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], total: int) -> str:
     shown = [row for row, _ in zip(rows, range(ROWS), strict=False)]
     head = "".join(
-        f'<th style="{CELL};font-weight:normal;{FAINT}">{text(column)}</th>' for column in columns
+        f'<th style="{CELL};font-weight:normal;{FAINT}">{render_text(column)}</th>'
+        for column in columns
     )
     body = "".join(
         f"<tr>{''.join(f'<td style={QUOTE}{CELL}{QUOTE}>{_cell(cell)}</td>' for cell in row)}</tr>"
@@ -78,11 +81,11 @@ QUOTE = '"'
 
 def _cell(cell: Cell) -> str:
     if isinstance(cell, str):
-        return text(cell)
+        return render_text(cell)
     if isinstance(cell, Bar):
-        width = round(100 * min(max(cell.share, 0.0), 1.0))
+        width = round(100 * min(max(cell.fraction, 0.0), 1.0))
         drawn = f"display:inline-block;height:.6em;width:{width}px;background:currentColor;opacity:.35;margin-right:.5em"
-        return f'<span style="{drawn}"></span>{text(cell.text)}'
+        return f'<span style="{drawn}"></span>{render_text(cell.text)}'
     top = max(cell.counts, default=0) or 1
     bars = "".join(
         f'<rect x="{2 * at}" y="{16 - height}" width="1.6" height="{height}"/>'
@@ -95,7 +98,7 @@ def _cell(cell: Cell) -> str:
     )
 
 
-class Shown:
+class NotebookResult:
     __slots__ = ()
 
     def _headline(self) -> Iterator[tuple[str, str]]:
@@ -121,7 +124,7 @@ class Shown:
             ),
         ]
         tables = [_rows(name, value) for name, value in values.items() if not _plain(value)]
-        return card(type(self).__name__, facts, tables=filter(None, tables))
+        return render_card(type(self).__name__, facts, tables=filter(None, tables))
 
 
 def _name(row: object) -> str:
@@ -182,8 +185,8 @@ def _rows(name: str, value: object) -> str:
     cells = [
         [_shown(column, row.get(column), largest[column]) for column in columns] for row in some
     ]
-    title = f'<div style="margin-top:.3em">{text(_words(name))} <span style="{FAINT}">{len(value):,}</span></div>'
-    return title + table(
+    title = f'<div style="margin-top:.3em">{render_text(_words(name))} <span style="{FAINT}">{len(value):,}</span></div>'
+    return title + render_table(
         [_words(column) if column else "" for column in columns], cells, len(value)
     )
 

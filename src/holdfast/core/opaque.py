@@ -76,7 +76,7 @@ class Opaque:
     def name(self) -> str:
         return self.what.name if isinstance(self.what, Global | Opaque) else ""
 
-    def states(self) -> tuple[dict[object, object], ...]:
+    def state_dicts(self) -> tuple[dict[object, object], ...]:
         """The dicts that would have become attributes: the state, or the parts of a (dict, slots) pair. They are the stream's own,
         which many objects may share: whoever walks them counts each once."""
         parts = (
@@ -87,15 +87,17 @@ class Opaque:
 
     def attribute(self, name: str) -> AnyValue:
         """One attribute, or None; costs the same however many there are."""
-        return next((state[name] for state in reversed(self.states()) if name in state), None)
+        return next((state[name] for state in reversed(self.state_dicts()) if name in state), None)
 
     def attributes(self) -> dict[str, AnyValue]:
         """A copy of the state as attribute names and values, where it has that form."""
-        return {k: v for state in self.states() for k, v in state.items() if isinstance(k, str)}
+        return {
+            k: v for state in self.state_dicts() for k, v in state.items() if isinstance(k, str)
+        }
 
-    def non_attributes(self) -> Iterator[tuple[str | int, object]]:
+    def iterate_other_contents(self) -> Iterator[tuple[str | int, object]]:
         """Everything inside but the attributes, with the path element that leads to it."""
-        if self.state is not None and not self.states():
+        if self.state is not None and not self.state_dicts():
             yield "state", self.state
         if self.args:
             yield "args", self.args
@@ -113,7 +115,7 @@ class Opaque:
         if self.state is not None:
             some = [
                 key
-                for key in itertools.islice(itertools.chain(*self.states()), 5)
+                for key in itertools.islice(itertools.chain(*self.state_dicts()), 5)
                 if isinstance(key, str)
             ]
             shown = ", ".join(key[:64] for key in some[:4]) + (", …" if len(some) > 4 else "")

@@ -3,7 +3,7 @@ Two rows with one storage number share it; how each lies there is its kind. So a
     storage    │ · · a a a a · · · · b b · · │     names a, c, b and d; c is a over again, d the second half of a
                      c c c c                       groups             a, b, c, d
                          d d                       ties               c is a
-                                                   disjoint_groups    a c d, b
+                                                   group_overlapping_ranges    a c d, b
 
 A format that stores every tensor by itself may record where each lay before (`Traits.alias`). With `stored_aliases=True` such a
 tensor counts as the view that it was (`LazyTensor.shared_chunks`), and not as the copy that it is.
@@ -29,22 +29,22 @@ from holdfast.errors import LimitExceeded
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
-View = tuple[DType, tuple[int, ...], tuple[Chunk, ...], bool, bool]
+ViewIdentity = tuple[DType, tuple[int, ...], tuple[Chunk, ...], bool, bool]
 """What all names of one and the same view have in common, and no other view: dtype, shape, chunks, and whether the elements are the
 conjugates or the negatives of what is stored."""
 
-Span = tuple[
+ByteRange = tuple[
     int, int, T
 ]  # The first byte of something, the byte after its last one, and what it is.
 
 
-def identity(tensor: LazyTensor, *, stored_alias: bool = False) -> View:
+def identify_view(tensor: LazyTensor, *, stored_alias: bool = False) -> ViewIdentity:
     """What tells a view from all others. Two tensors with one identity hold the same, whatever becomes of the bytes."""
     chunks = tensor.shared_chunks if stored_alias else tensor.chunks
     return tensor.dtype, tensor.shape, chunks, tensor.traits.conj, tensor.traits.neg
 
 
-def several(keys: Sequence[K], values: Sequence[T]) -> dict[K, list[T]]:
+def group_repeated_keys(keys: Sequence[K], values: Sequence[T]) -> dict[K, list[T]]:
     """The values of each key that has two or more, in their order."""
     found: dict[K, list[T]] = {key: [] for key, times in Counter(keys).items() if times > 1}
     for key, value in zip(keys, values, strict=True) if found else ():
@@ -59,12 +59,12 @@ class SharedRows(Value, frozen=True, eq=False):
     rows: Sequence[
         int
     ]  # Positions, ascending; those of one table behind those of the table before.
-    storage: Sequence[
+    storage_ids: Sequence[
         int
     ]  # The number of the storage of each; of a row in several storages, a number for all of them together.
-    view: Sequence[int]  # Rows with one number are the same elements of the same bytes.
-    nbytes: Mapping[int, int]  # By the number of a storage.
-    parts: Mapping[
+    view_ids: Sequence[int]  # Rows with one number are the same elements of the same bytes.
+    storage_nbytes: Mapping[int, int]  # By the number of a storage.
+    member_storages: Mapping[
         int, tuple[int, ...]
     ]  # Of numbers that stand for several storages, the numbers of these.
     stored_aliases: bool  # Whether copies count as the views that they were before they were saved.
@@ -72,25 +72,25 @@ class SharedRows(Value, frozen=True, eq=False):
     def ties(self) -> dict[int, int]:
         """Rows that are the same view as an earlier row, in order, each with the first such row."""
         first: dict[int, int] = {}
-        firsts = map(first.setdefault, self.view, self.rows)
+        firsts = map(first.setdefault, self.view_ids, self.rows)
         return {row: other for row, other in zip(self.rows, firsts, strict=True) if row != other}
 
-    def pieces(self) -> tuple[Sequence[int], Sequence[int]]:
+    def storage_rows(self) -> tuple[Sequence[int], Sequence[int]]:
         """Rows and their storages: a pair for each storage of each row, in order."""
-        if not self.parts:
-            return self.rows, self.storage
-        each = [self.parts.get(number, (number,)) for number in self.storage]
+        if not self.member_storages:
+            return self.rows, self.storage_ids
+        each = [self.member_storages.get(number, (number,)) for number in self.storage_ids]
         rows = [row for row, numbers in zip(self.rows, each, strict=True) for _ in numbers]
         return rows, [*chain.from_iterable(each)]
 
     def groups(self) -> list[tuple[int, list[int]]]:
         """Storages that several rows share, each with its rows; in the order of first rows."""
-        rows, storage = self.pieces()
-        return [*several(storage, rows).items()]
+        rows, storage = self.storage_rows()
+        return [*group_repeated_keys(storage, rows).items()]
 
     def first_rows(self, count: int) -> list[int]:
         """The first row over the same storage, or over one of the same storages, for each of `count` rows."""
-        rows, storage = self.pieces()
+        rows, storage = self.storage_rows()
         found, first = [*range(count)], dict[int, int]()
         for row, other in zip(rows, map(first.setdefault, storage, rows), strict=True):
             if other < found[row]:
@@ -101,30 +101,30 @@ class SharedRows(Value, frozen=True, eq=False):
         """The storage of a number that a row lies in; `tensor` is that row."""
         storages = tensor.shared_storages if self.stored_aliases else tensor.storages
         return storages[
-            self.parts[self.storage[bisect_left(self.rows, row)]].index(number)
+            self.member_storages[self.storage_ids[bisect_left(self.rows, row)]].index(number)
             if len(storages) > 1
             else 0
         ]
 
     def total_nbytes(self) -> int:
-        return sum([self.nbytes[number] for number in {*self.pieces()[1]}])
+        return sum([self.storage_nbytes[number] for number in {*self.storage_rows()[1]}])
 
 
-def shared_rows(
-    tables: Iterable[Table], *, stored_aliases: bool = False, by_place: bool = False
+def find_shared_rows(
+    tables: Iterable[Table], *, stored_aliases: bool = False, by_identity: bool = False
 ) -> SharedRows:
-    """Compare where the rows of tables lie. `by_place` compares files by their real paths and memory by its address, so that one
+    """Compare where the rows of tables lie. `by_identity` compares files by their real paths and memory by its address, so that one
     that was opened twice is one."""
-    search = _Search(stored_aliases=stored_aliases, by_place=by_place)
+    search = _Search(stored_aliases=stored_aliases, by_identity=by_identity)
     for table in tables:
         search.add(table)
     return search.found()
 
 
-def tied(table: Table) -> dict[int, int]:
+def find_ties(table: Table) -> dict[int, int]:
     """Rows that are the same view of a storage as an earlier row, in order, each with the first such row. Rows of one view have one
     dtype and shape, one place in one storage, and one meaning of its bytes. What has no bytes is no view."""
-    return {} if are_distinct(table.storage_indices) else shared_rows([table]).ties()
+    return {} if are_distinct(table.storage_indices) else find_shared_rows([table]).ties()
 
 
 def check_expansion(
@@ -143,7 +143,7 @@ def check_expansion(
     are_whole = not table.irregular and all(kind.is_whole for kind in table.kinds)
     if are_whole and are_distinct(table.storage_indices):
         return
-    shared = shared_rows([table])
+    shared = find_shared_rows([table])
     ties = shared.ties() if without_ties else {}
     copied_rows = [row for row in shared.rows if row not in ties]
     if rows is not None:
@@ -167,8 +167,8 @@ def are_distinct(numbers: Sequence[int]) -> bool:
 
 
 class _Search:
-    def __init__(self, *, stored_aliases: bool, by_place: bool) -> None:
-        self._stored_aliases, self._by_place = stored_aliases, by_place
+    def __init__(self, *, stored_aliases: bool, by_identity: bool) -> None:
+        self._stored_aliases, self._by_place = stored_aliases, by_identity
         self._first = 0
         self._numbers: dict[Hashable, int] = {}
         self._unused = count()
@@ -333,7 +333,7 @@ class _Search:
         return SharedRows(rows, storage, view, self._nbytes, self._parts, self._stored_aliases)
 
 
-class SpanGroup(Value, Generic[T], frozen=True):
+class RangeGroup(Value, Generic[T], frozen=True):
     """A range without a gap, and what lies in it, in the order of first bytes."""
 
     start: int
@@ -341,44 +341,48 @@ class SpanGroup(Value, Generic[T], frozen=True):
     members: list[T]
 
 
-def disjoint_groups(spans: Iterable[Span[T]], *, touching: bool = False) -> list[SpanGroup[T]]:
+def group_overlapping_ranges(
+    spans: Iterable[ByteRange[T]], *, touching: bool = False
+) -> list[RangeGroup[T]]:
     """What overlaps, as one: each with the next, and so all that hang together. With `touching`, neighbours without a gap as well.
 
-    >>> [(one.start, one.stop, one.members) for one in disjoint_groups([(8, 12, "c"), (0, 6, "a"), (4, 8, "b")])]
+    >>> [(one.start, one.stop, one.members) for one in group_overlapping_ranges([(8, 12, "c"), (0, 6, "a"), (4, 8, "b")])]
     [(0, 8, ['a', 'b']), (8, 12, ['c'])]
     """
-    found: list[SpanGroup[T]] = []
+    found: list[RangeGroup[T]] = []
     for start, stop, member in sorted(spans, key=lambda span: span[:2]):
         last = found[-1] if found else None
         if last is not None and (start < last.stop or (touching and start == last.stop)):
             last.members.append(member)
-            found[-1] = SpanGroup(last.start, max(last.stop, stop), last.members)
+            found[-1] = RangeGroup(last.start, max(last.stop, stop), last.members)
         else:
-            found.append(SpanGroup(start, stop, [member]))
+            found.append(RangeGroup(start, stop, [member]))
     return found
 
 
-def reached_spans(
+def find_reached_ranges(
     tensors: Iterable[LazyTensor], *, aligned: int = 1
-) -> dict[Storage, list[SpanGroup[None]]]:
+) -> dict[Storage, list[RangeGroup[None]]]:
     """The bytes of storages that tensors reach: what overlaps or touches is one span, which begins at a multiple of `aligned`."""
-    found: dict[Storage, list[Span[None]]] = {}
+    found: dict[Storage, list[ByteRange[None]]] = {}
     for tensor in tensors:
         for chunk in tensor.chunks:
             start, stop = chunk.byte_range(tensor.dtype)
             found.setdefault(chunk.storage, []).extend(
                 [(start - start % aligned, stop, None)] if start < stop else ()
             )
-    return {storage: disjoint_groups(spans, touching=True) for storage, spans in found.items()}
+    return {
+        storage: group_overlapping_ranges(spans, touching=True) for storage, spans in found.items()
+    }
 
 
-def overlaps(spans: Iterable[Span[T]]) -> Iterator[tuple[T, T]]:
+def find_overlaps(spans: Iterable[ByteRange[T]]) -> Iterator[tuple[T, T]]:
     """Pairs that have a byte in common: each with the one of those before it that reaches furthest. Linear, so not all pairs.
 
-    >>> list(overlaps([(0, 10, "a"), (2, 4, "b"), (6, 8, "c"), (10, 12, "d")]))
+    >>> list(find_overlaps([(0, 10, "a"), (2, 4, "b"), (6, 8, "c"), (10, 12, "d")]))
     [('a', 'b'), ('a', 'c')]
     """
-    furthest: Span[T] | None = None
+    furthest: ByteRange[T] | None = None
     for span in sorted(spans, key=lambda span: span[:2]):
         if furthest is not None and span[0] < furthest[1]:
             yield furthest[2], span[2]

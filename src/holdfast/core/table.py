@@ -28,7 +28,7 @@ from holdfast.core.chunk import c_strides, is_c_ordered
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Source, Store
 from holdfast.core.runtime import gc_paused
-from holdfast.core.tensor import NO_CRC, PLAIN, LazyTensor, Traits
+from holdfast.core.tensor import NO_CRC, PLAIN_TRAITS, LazyTensor, Traits
 from holdfast.core.value import Value
 from holdfast.errors import SaveError
 
@@ -75,7 +75,7 @@ class RowKind(Value, frozen=True, eq=False):
     @staticmethod
     @lru_cache(maxsize=4096)
     def from_shape(
-        dtype: DType, shape: tuple[int, ...], traits: Traits = PLAIN, *, location: str = ""
+        dtype: DType, shape: tuple[int, ...], traits: Traits = PLAIN_TRAITS, *, location: str = ""
     ) -> RowKind:
         """Tensors in C order that are all of their storages."""
         nbytes = dtype.nbytes(math.prod(shape))
@@ -86,7 +86,7 @@ class RowKind(Value, frozen=True, eq=False):
 
     @classmethod
     def from_strides(
-        cls, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], *, storage_nbytes: int, traits: Traits = PLAIN,
+        cls, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], *, storage_nbytes: int, traits: Traits = PLAIN_TRAITS,
         byteorder: str = "little", location: str = "", is_inside: bool = True,
     ) -> RowKind:  # fmt: skip
         """Tensors of any strides, in bits, over storages of one length."""
@@ -94,7 +94,7 @@ class RowKind(Value, frozen=True, eq=False):
         contiguous = (
             dtype.bits >= 8
             and (byteorder == "little" or dtype.swap_nbytes == 1)
-            and (traits is PLAIN or not (traits.conj or traits.neg or traits.meta))
+            and (traits is PLAIN_TRAITS or not (traits.conj or traits.neg or traits.meta))
             and is_inside
             and nbytes <= storage_nbytes
             and is_c_ordered(shape, strides, dtype.bits)

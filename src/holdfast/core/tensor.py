@@ -3,7 +3,7 @@
 Slicing, transposing and looking at one are arithmetic. `numpy()`, `torch()`, `np.asarray` and `read(out=…)` move bytes, and only
 the bytes that are asked for.
 
-An index is arithmetic on chunks (`sliced`). A `Composite` is one torch tensor that is stored as several plain ones.
+An index is arithmetic on chunks (`resolve_index`). A `Composite` is one torch tensor that is stored as several plain ones.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Traits(Value, frozen=True):
         return self.blocks or dtype.name
 
 
-PLAIN = Traits()
+PLAIN_TRAITS = Traits()
 
 
 FileRange = tuple[str, int, int, int]
@@ -109,7 +109,7 @@ FileRange = tuple[str, int, int, int]
 
 NO_CRC = -1
 
-BEYOND = (
+MAX_FILE_OFFSET = (
     1 << 61
 )  # No file reaches so far. What claims to is left to arithmetic that does not overflow.
 
@@ -167,7 +167,7 @@ class StridedPosition(Value, frozen=True, eq=False):
         nbytes = _contiguous_nbytes(dtype.bits, shape, self.strides)
         first_byte, start = offset // 8, storage.start
         is_inside = 0 <= first_byte <= storage.nbytes - nbytes
-        if nbytes < 0 or offset % 8 or not is_inside or not 0 <= start < BEYOND:
+        if nbytes < 0 or offset % 8 or not is_inside or not 0 <= start < MAX_FILE_OFFSET:
             return None
         if storage.byteorder != "little" and dtype.swap_nbytes > 1:
             return None
@@ -183,14 +183,14 @@ class TensorFields(Value, frozen=True, eq=False):
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...] | DeferredChunks
     source: Source
-    traits: Traits = PLAIN
+    traits: Traits = PLAIN_TRAITS
     position: Position | None = (
         None  # Where it lies, where its one chunk is made when somebody asks for it.
     )
 
 
 _CHUNKS: MemberDescriptorType = vars(TensorFields)["chunks"]
-set_name: Callable[[LazyTensor, str], None] = vars(TensorFields)["name"].__set__
+set_tensor_name: Callable[[LazyTensor, str], None] = vars(TensorFields)["name"].__set__
 """For a tensor that is fresh from a format and was seen by nobody yet."""
 
 
@@ -245,7 +245,7 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
     def file_range(self) -> FileRange | None:
         """The range of a file whose bytes are those of its array; None where there is none such."""
         traits, position = self.traits, self.position
-        if traits is not PLAIN and (traits.conj or traits.neg or traits.meta):
+        if traits is not PLAIN_TRAITS and (traits.conj or traits.neg or traits.meta):
             return None
         if position is not None:
             return position.file_range(self.dtype, self.shape)
@@ -336,16 +336,18 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
     def __getitem__(self, index: object) -> LazyTensor:
         """A slice, as numpy's basic indexing; nothing is read."""
         traits = self.traits
-        if traits is not PLAIN:
+        if traits is not PLAIN_TRAITS:
             traits = Traits(conj=traits.conj, neg=traits.neg, meta=traits.meta)
         current = self.strided_position()
         if current is not None:
             storage = current.storage
-            shape, offset, strides, _ = sliced(self.shape, current.offset, current.strides, index)
+            shape, offset, strides, _ = resolve_index(
+                self.shape, current.offset, current.strides, index
+            )
             position = None if 0 in shape else StridedPosition(storage, offset, strides)
             return LazyTensor(self.name, self.dtype, shape, (), self.source, traits, position)
 
-        shape, _, _, picks = sliced(self.shape, 0, self.shape, index)
+        shape, _, _, picks = resolve_index(self.shape, 0, self.shape, index)
         chunks: tuple[Chunk, ...] | DeferredChunks = _CHUNKS.__get__(self)
         if not isinstance(chunks, tuple):
             # Of eight thousand pieces a rank wants one or two.
@@ -540,7 +542,7 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         return self
 
     def _repr_html_(self) -> str:
-        from holdfast.core.notebook import card
+        from holdfast.core.notebook import render_card
         from holdfast.core.text import format_nbytes
 
         files = list(dict.fromkeys(storage.key for storage in self.storages))
@@ -555,7 +557,7 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
             *([("blocks", self.traits.blocks)] if self.traits.blocks is not None else []),
         ]
         facts.append(("no data", "meta device") if self.traits.meta else ("in", place))
-        return card(self.name, facts)
+        return render_card(self.name, facts)
 
     def __repr__(self) -> str:
         return f"<LazyTensor {self.name!r} {self.dtype} {list(self.shape)}>"
@@ -578,14 +580,16 @@ Slice = tuple[tuple[int, ...], int, tuple[int, ...], list[Pick]]
 """Its shape; where it begins and its strides, of a tensor in one piece; and what it takes of the dimensions."""
 
 
-def sliced(shape: tuple[int, ...], offset: int, strides: tuple[int, ...], index: object) -> Slice:
+def resolve_index(
+    shape: tuple[int, ...], offset: int, strides: tuple[int, ...], index: object
+) -> Slice:
     """Check an index against a shape, as numpy would, and follow it.
 
     What is taken is said of the first dimensions, and of new ones. All others are whole.
 
-    >>> sliced((4, 5), 0, (40, 8), (slice(1, 3), -1))
+    >>> resolve_index((4, 5), 0, (40, 8), (slice(1, 3), -1))
     ((2,), 72, (40,), [(1, 1, 2), (4, 0, -1)])
-    >>> sliced((4, 5), 0, (40, 8), (..., None, slice(None, None, -2)))
+    >>> resolve_index((4, 5), 0, (40, 8), (..., None, slice(None, None, -2)))
     ((4, 1, 3), 32, (40, 0, -16), [(0, 1, 4), (0, 0, 1), (4, -2, 3)])
 
     Advanced indexing (arrays, booleans) would gather single elements: it is refused with advice.

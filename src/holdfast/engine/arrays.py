@@ -20,7 +20,7 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.table import RowKind, separate_outside_rows
-from holdfast.core.tensor import PLAIN, LazyTensor, Traits
+from holdfast.core.tensor import PLAIN_TRAITS, LazyTensor, Traits
 from holdfast.engine.saves import Memory
 from holdfast.engine.source import OpenSource
 from holdfast.engine.table import Tabulated
@@ -241,7 +241,7 @@ class Resident:
         shape: tuple[int, ...],
         strides: tuple[int, ...],
         offset: int,
-        traits: Traits = PLAIN,
+        traits: Traits = PLAIN_TRAITS,
     ) -> LazyTensor:
         """A tensor over a storage; offset and strides in bytes."""
         if 0 in shape:
@@ -254,7 +254,7 @@ class Resident:
         dtype: DType,
         shape: tuple[int, ...],
         chunks: tuple[Chunk, ...],
-        traits: Traits = PLAIN,
+        traits: Traits = PLAIN_TRAITS,
     ) -> LazyTensor:
         return LazyTensor("", dtype, shape, chunks, self._source, traits)
 

@@ -23,7 +23,7 @@ from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.options import validate_arguments
 from holdfast.core.protocols import Request
 from holdfast.core.quantities import describe_value
-from holdfast.core.sharing import View, identity
+from holdfast.core.sharing import ViewIdentity, identify_view
 from holdfast.core.table import BytesLike, RowKind, StorageMoved, Storages, Table, read_tensors
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import pluralize
@@ -352,7 +352,7 @@ def dequantize(tensor: LazyTensor) -> LazyTensor:
 class Dequantized(Sourced):
     def __init__(self) -> None:
         super().__init__("<dequantized>")
-        self._known: dict[View, LazyTensor] = {}
+        self._known: dict[ViewIdentity, LazyTensor] = {}
 
     def numbers(self, stored: LazyTensor) -> LazyTensor:
         """What a tensor stands for; itself if it is in no blocks, or in blocks that cannot be decoded.
@@ -361,7 +361,7 @@ class Dequantized(Sourced):
         """
         if stored.traits.blocks is None:
             return stored
-        view = identity(stored)
+        view = identify_view(stored)
         if view not in self._known:
             try:
                 self._known[view] = self.tensor(stored)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from holdfast.core.chunk import Chunk, c_strides, is_c_ordered
 from holdfast.core.crc import BlockCrcs
 from holdfast.core.protocols import Store
-from holdfast.core.sharing import View, identity
+from holdfast.core.sharing import ViewIdentity, identify_view
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import (
@@ -100,7 +100,7 @@ def compute_crcs(
     """One checksum a tensor. With `recorded=False` every byte is read, whatever the file says of it. Raises `LimitExceeded` for an
     expanded view whose elements are many more than were stored, unless it may `expand`."""
     known = [find_recorded_crc(t) if recorded else None for t in tensors]
-    firsts: dict[View, int] = {}
+    firsts: dict[ViewIdentity, int] = {}
     alias_of: dict[int, int] = {}
     swept: dict[Store, tuple[list[int], list[SweptRange]]] = {}
     parts: dict[int, BlockCrcs] = {}
@@ -109,7 +109,7 @@ def compute_crcs(
         if known[i] is not None:
             continue
         # Tied weights are read once.
-        first = firsts.setdefault(identity(tensor), i)
+        first = firsts.setdefault(identify_view(tensor), i)
         if first != i:
             alias_of[i] = first
             continue

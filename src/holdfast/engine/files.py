@@ -33,7 +33,7 @@ from holdfast.core.table import (
     Table,
     is_range_inside,
 )
-from holdfast.core.tensor import BEYOND, NO_CRC, FileRange, LazyTensor, StridedPosition
+from holdfast.core.tensor import MAX_FILE_OFFSET, NO_CRC, FileRange, LazyTensor, StridedPosition
 from holdfast.core.value import Value
 from holdfast.engine.coalesce import MEMORY, Ranges, coalesce
 from holdfast.errors import Corrupted, HoldfastError, error_context
@@ -167,11 +167,11 @@ def _one_range(view: LazyTensor) -> StridedPosition | None:
         return None
     storage, offset = position.storage, position.offset
     inside = (
-        0 <= storage.start < BEYOND
-        and storage.nbytes < BEYOND
+        0 <= storage.start < MAX_FILE_OFFSET
+        and storage.nbytes < MAX_FILE_OFFSET
         and 0 <= offset <= 8 * storage.nbytes
     )
-    return position if inside and view.nbytes < BEYOND else None
+    return position if inside and view.nbytes < MAX_FILE_OFFSET else None
 
 
 def _storages_of(single: Sequence[tuple[Storage, LazyTensor]]) -> FileStorages:

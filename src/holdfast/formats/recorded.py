@@ -19,10 +19,10 @@ from msgspec import field
 from holdfast.core.chunk import is_c_ordered
 from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import Source
-from holdfast.core.sharing import are_distinct, shared_rows
+from holdfast.core.sharing import are_distinct, find_shared_rows
 from holdfast.core.strict_json import describe_json, format_pointer, quote
 from holdfast.core.table import IRREGULAR, RowKind, Table
-from holdfast.core.tensor import PLAIN, AliasView, LazyTensor
+from holdfast.core.tensor import PLAIN_TRAITS, AliasView, LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.files import ViewTable
 from holdfast.errors import HeaderError, MetadataError
@@ -74,11 +74,11 @@ def share(table: Table) -> Shared:
     viewed = {
         number
         for number, kind in enumerate(table.kinds)
-        if not (kind.is_whole and kind.traits is PLAIN) and _has_view(kind)
+        if not (kind.is_whole and kind.traits is PLAIN_TRAITS) and _has_view(kind)
     }
     if not viewed and not table.irregular and are_distinct(table.storage_indices):
         return Shared(range(count))
-    shared = shared_rows([table])
+    shared = find_shared_rows([table])
     again, first = shared.ties(), shared.first_rows(count)
     meta = {row for row, tensor in table.irregular.items() if not tensor.chunks}
     rows = (

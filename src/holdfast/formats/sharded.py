@@ -26,11 +26,11 @@ from msgspec import field
 from holdfast.core.arrays import shape_columns
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import State
-from holdfast.core.sharing import tied
+from holdfast.core.sharing import find_ties
 from holdfast.core.strict_json import INVALID_UNICODE, is_unicode
 from holdfast.core.table import Table
 from holdfast.core.tensor import Traits
-from holdfast.core.tree import nested, walk
+from holdfast.core.tree import get_inner_containers, walk
 from holdfast.core.value import Value
 from holdfast.engine.saves import FilePlan, Literal, SavePlan
 from holdfast.engine.table import value_state
@@ -253,7 +253,7 @@ class SafetensorsShards(Sharded):
             wanted,
             "safetensors files of ranks do not say that {} is a Parameter or requires a gradient",
         )
-        if not wanted and not state.leaves.flat:
+        if not wanted and not state.leaves.is_flat:
             yield "safetensors files of ranks keep dotted names, and not the containers around them"
 
 
@@ -282,7 +282,9 @@ class DcpShards(Sharded):
     def unkept(self, state: State) -> Iterable[str]:
         wanted = _marked(state.tensors, lambda traits: traits.parameter)
         yield from _listed(wanted, "a DCP directory does not say that {} is a Parameter")
-        dicts = [value for _, value in walk(state.tree, nested) if isinstance(value, dict)]
+        dicts = [
+            value for _, value in walk(state.tree, get_inner_containers) if isinstance(value, dict)
+        ]
         keys = [
             str(key)[:60]
             for one in dicts
@@ -358,7 +360,7 @@ def lay_out_dcp(state: State, *, max_shard_size: int | None = None, save: str = 
         name: joined(lay_out_torch_zip(value_state(value)).files[0].segments)
         for name, value in described.items()
     }
-    ties = {row: first for row, first in tied(table).items() if kinds[row].nbytes}
+    ties = {row: first for row, first in find_ties(table).items() if kinds[row].nbytes}
     rows = [row for row in range(len(table)) if row not in ties]
     extents = shape_columns([kind.shape for kind in kinds])
     boxes = Boxes(table, np.zeros_like(extents), table.kind_indices)

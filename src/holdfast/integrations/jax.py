@@ -24,15 +24,15 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from holdfast.core.arguments import AnyDType
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DType
-from holdfast.core.leaves import HELD_NBYTES, tensor_paths
+from holdfast.core.leaves import HELD_NBYTES, find_tensor_paths
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import AnyValue, Opaque
 from holdfast.core.options import validate_arguments
 from holdfast.core.patterns import make_matcher
 from holdfast.core.quantities import describe_value
-from holdfast.core.sharing import check_expansion, identity, tied
+from holdfast.core.sharing import check_expansion, find_ties, identify_view
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import Path, module_contents, step
+from holdfast.core.tree import Path, list_module_contents, to_path_key
 from holdfast.core.value import Value
 from holdfast.errors import BadArgument, BadArgumentType, DoesNotFit, LimitExceeded, Unsupported
 from holdfast.numeric.cast import cast
@@ -94,12 +94,12 @@ def load(
         state = transform(
             tabulate_state(checkpoint), Edits(keep=tuple(keep), drop=tuple(drop)), limits
         )
-        ties = tied(state.tensors)
+        ties = find_ties(state.tensors)
         check_expansion(state.tensors, [*{*range(len(state.tensors))}.difference(ties)])
         tree = lazy_tree(state)
         tensors: dict[str, LazyTensor] = {}
         depth = (limits or Limits()).depth
-        paths = tensor_paths(
+        paths = find_tensor_paths(
             tree, limits or Limits(), MOST_VISITS + HELD_NBYTES * len(state.tensors)
         )
         names = {path: name for name, path in paths.items()}
@@ -167,12 +167,15 @@ class _Mapped:
             case LazyTensor():
                 return self._leaf(self._names.get(path, value.name), value)
             case dict():
-                return {key: walk(inner, (*path, step(key)), again) for key, inner in value.items()}
+                return {
+                    key: walk(inner, (*path, to_path_key(key)), again)
+                    for key, inner in value.items()
+                }
             case list() | tuple() if type(value) in (list, tuple):
                 return type(value)(
                     [walk(inner, (*path, at), again) for at, inner in enumerate(value)]
                 )
-            case Opaque() if (module := module_contents(value)) is not None and len(
+            case Opaque() if (module := list_module_contents(value)) is not None and len(
                 path
             ) <= self._depth:
                 return {
@@ -217,7 +220,7 @@ def _placed(
         _held(lazy.dtype, name)
         dtype = to or lazy.dtype
         found[name] = once.setdefault(
-            (identity(lazy), sharding, dtype), WantedArray(lazy, sharding, dtype)
+            (identify_view(lazy), sharding, dtype), WantedArray(lazy, sharding, dtype)
         )
     return found
 

@@ -33,7 +33,7 @@ except ImportError:  # the older packages, each by itself
     from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from holdfast.core.runtime import at_fork, start_thread
-from holdfast.core.tree import Way, children, rebuild, remade
+from holdfast.core.tree import LinkedPath, copy_with_children, get_children, rebuild
 from holdfast.stores.files import make_parents
 from holdfast.stores.paths import local_path
 from holdfast.torch.serialization.loading import MapLocation, load
@@ -233,9 +233,9 @@ class StateCopies:
         self._made: dict[int, object] = {}
 
     def of(self, value: object) -> object:
-        return rebuild(value, self._leaf, inside=_entered, make=remade)
+        return rebuild(value, self._leaf, get_children=_entered, make_container=copy_with_children)
 
-    def _leaf(self, value: object, _: Way) -> object:
+    def _leaf(self, value: object, _: LinkedPath) -> object:
         if id(value) not in self._made:
             self._made[id(value)] = self._tensor(value) if _plain(value) else copy.deepcopy(value)
         return self._made[id(value)]
@@ -258,7 +258,7 @@ def _entered(value: object) -> Iterable[tuple[object, object]] | None:
     ordered = isinstance(value, dict) and (
         hasattr(value, "_metadata") or type(value).__name__ == "OrderedDict"
     )
-    return children(value) if ordered or type(value) in (dict, list, tuple) else None
+    return get_children(value) if ordered or type(value) in (dict, list, tuple) else None
 
 
 def _plain(tensor: object) -> TypeGuard[torch.Tensor]:

@@ -23,7 +23,7 @@ from msgspec import Struct, field
 from holdfast.core.arrays import Ints
 from holdfast.core.documents import message_type, read_document
 from holdfast.core.group import format_ranks
-from holdfast.core.tree import values_inside
+from holdfast.core.tree import iterate_values
 from holdfast.core.value import Value
 from holdfast.formats.tree_json.encode import flat_tree
 from holdfast.ranks.state import Catalogue, RankState
@@ -226,7 +226,7 @@ class MergedTrees(Struct):
 
     def lost(self, names: Iterable[str]) -> list[str]:
         """The tensors among `names` that have no place in the tree."""
-        nodes = (value for value in values_inside(self.tree) if isinstance(value, dict))
+        nodes = (value for value in iterate_values(self.tree) if isinstance(value, dict))
         found = {str(node["name"]) for node in nodes if node.get(TAG) == "tensor"}
         return [name for name in names if name not in found]
 

@@ -15,15 +15,15 @@ from operator import is_
 
 from holdfast.core.patterns import make_matcher
 from holdfast.core.tree import (
-    MOST_LEAVES,
+    MAX_LEAVES,
     TOO_OFTEN,
     Path,
     Unrolled,
-    dotted,
-    mapped_children,
-    name_ends,
-    rebuilt,
-    step,
+    find_name_ends,
+    get_mapping_children,
+    join_path,
+    replace_children,
+    to_path_key,
     unroll,
 )
 from holdfast.errors import LimitExceeded
@@ -48,8 +48,8 @@ def size_in(key: object) -> int | None:
 
 def marked(path: Path, key: str) -> Iterator[tuple[str, Path]]:
     """The names and paths under which a rank's own value may stand, the outermost first."""
-    name = dotted(path)
-    for i, end in enumerate(name_ends(path), 1):
+    name = join_path(path)
+    for i, end in enumerate(find_name_ends(path), 1):
         yield f"{name[:end]}.{key}{name[end:]}", (*path[:i], key, *path[i:])
 
 
@@ -65,7 +65,7 @@ class _Marking:
     def __init__(self, patterns: Sequence[str], key: str) -> None:
         self._patterns = {pattern: make_matcher(pattern) for pattern in patterns}
         self._key = key
-        self._left = MOST_LEAVES
+        self._left = MAX_LEAVES
         self._around: set[int] = set()
         self.used: dict[str, None] = {}
 
@@ -76,8 +76,8 @@ class _Marking:
             return value
         around.add(id(value))
         made: list[object] = []
-        for key, inner in mapped_children(value) or ():
-            name = f"{prefix}{step(key)}"
+        for key, inner in get_mapping_children(value) or ():
+            name = f"{prefix}{to_path_key(key)}"
             hits = [pattern for pattern, means in self._patterns.items() if means(name)]
             self.used.update(dict.fromkeys(hits))
             if hits:
@@ -91,11 +91,11 @@ class _Marking:
         around.remove(id(value))
         self._left -= len(made)
         if self._left < 0:
-            raise LimitExceeded(TOO_OFTEN, expected=MOST_LEAVES)
+            raise LimitExceeded(TOO_OFTEN, expected=MAX_LEAVES)
         if isinstance(value, Mapping) and not isinstance(value, dict):
             return (
                 value
                 if all(map(is_, made, value.values()))
                 else dict(zip(value, made, strict=True))
             )
-        return rebuilt(value, made)
+        return replace_children(value, made)

@@ -20,7 +20,7 @@ from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import WIDEST_NBYTES
 from holdfast.core.options import InPlaceOptions, validate_arguments
 from holdfast.core.protocols import State
-from holdfast.core.sharing import SpanGroup, reached_spans
+from holdfast.core.sharing import RangeGroup, find_reached_ranges
 from holdfast.core.table import IRREGULAR
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
@@ -100,7 +100,7 @@ def _without_gaps(state: State) -> State:
         for row, number in enumerate(table.storage_indices)
         if number in parts or number == IRREGULAR
     }
-    found = reached_spans(tensors.values(), aligned=WIDEST_NBYTES)
+    found = find_reached_ranges(tensors.values(), aligned=WIDEST_NBYTES)
     moved: dict[int, LazyTensor] = {}
     for row, tensor in tensors.items():
         chunks = tuple(_in_group(chunk, tensor, found[chunk.storage]) for chunk in tensor.chunks)
@@ -109,7 +109,7 @@ def _without_gaps(state: State) -> State:
     return with_table(state, with_irregular(table, moved)) if moved else state
 
 
-def _in_group(chunk: Chunk, tensor: LazyTensor, found: Sequence[SpanGroup[None]]) -> Chunk:
+def _in_group(chunk: Chunk, tensor: LazyTensor, found: Sequence[RangeGroup[None]]) -> Chunk:
     start, stop = chunk.byte_range(tensor.dtype)
     # A packed storage is kept whole: torch pads its rows. One group is what every writer makes of it by itself.
     if len(found) < 2 or start == stop or tensor.dtype.packed:

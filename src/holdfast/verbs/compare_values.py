@@ -34,7 +34,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.runtime import gc_paused
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import Path, Unrolled, Way, dotted, step, unroll
+from holdfast.core.tree import LinkedPath, Path, Unrolled, join_path, to_path_key, unroll
 from holdfast.core.value import Value
 from holdfast.errors import LimitExceeded
 from holdfast.verbs.brief import brief
@@ -133,7 +133,7 @@ def _entries(items: Iterable[tuple[object, object]], spent: Spent) -> Iterator[E
         # Two keys of one structure: NaN twice, or objects, which are told apart by who they are.
         number = seen[found] = seen.get(found, 0) + 1
         shown = key if type(key) is int else f"[{brief(key, 60)}]"
-        yield Edge((found, number), shown, step(key), inside)
+        yield Edge((found, number), shown, to_path_key(key), inside)
 
 
 def _object(value: Opaque, spent: Spent) -> Iterator[Edge]:
@@ -389,15 +389,15 @@ class ValueChange:
 
     @property
     def name(self) -> str:
-        return dotted(self.path)
+        return join_path(self.path)
 
 
-def path_of(place: Way) -> Path:
+def path_of(place: LinkedPath) -> Path:
     """The path of a place, a way of edges. It is written out only where something is said."""
     return tuple(edge.shown for edge in _edges(place) if edge.shown is not None)
 
 
-def _edges(place: Way) -> list[Edge]:
+def _edges(place: LinkedPath) -> list[Edge]:
     found: list[Any] = []
     while place is not None:
         place, edge = place
@@ -406,7 +406,7 @@ def _edges(place: Way) -> list[Edge]:
 
 
 class TreeTensor(Value, frozen=True, eq=False):
-    place: Way
+    place: LinkedPath
     tensor: LazyTensor
 
     @property
@@ -416,7 +416,7 @@ class TreeTensor(Value, frozen=True, eq=False):
     @property
     def name(self) -> str:
         """The dotted name at its place."""
-        return dotted(tuple(edge.named for edge in _edges(self.place) if edge.named is not None))
+        return join_path(tuple(edge.named for edge in _edges(self.place) if edge.named is not None))
 
 
 class Compared(Struct):
@@ -437,7 +437,9 @@ class Compared(Struct):
         )
 
         def places(paths: Sequence[Path]) -> str:
-            named = ", ".join(repr(dotted(path)) if path else "the whole" for path in paths[:SHOWN])
+            named = ", ".join(
+                repr(join_path(path)) if path else "the whole" for path in paths[:SHOWN]
+            )
             return named + (f" and {len(paths) - SHOWN:,} more" if len(paths) > SHOWN else "")
 
         return tuple(text.format(places(paths)) for paths, text in texts if paths)
@@ -463,7 +465,7 @@ def compare_trees(a: object, b: object, *, settled: Settled | None = None) -> Co
 
 Settled = Callable[[LazyTensor, LazyTensor], bool]
 
-Pair = tuple[Way, object, object]
+Pair = tuple[LinkedPath, object, object]
 """A place, and what both sides have there."""
 
 SEQUENCES = frozenset({"list", "tuple", "Size"})
@@ -485,7 +487,7 @@ class ValueComparison:
             if inside:
                 yield self.compare(inside)
 
-    def _pair(self, place: Way, a: object, b: object) -> Sequence[Pair]:
+    def _pair(self, place: LinkedPath, a: object, b: object) -> Sequence[Pair]:
         if isinstance(a, Absent) or isinstance(b, Absent):
             self._alone(place, *((b, 1) if isinstance(a, Absent) else (a, 0)))
             return ()
@@ -509,7 +511,7 @@ class ValueComparison:
                 return ()
         return [*self._inside(place, a, b)]
 
-    def _inside(self, place: Way, a: object, b: object) -> Iterator[Pair]:
+    def _inside(self, place: LinkedPath, a: object, b: object) -> Iterator[Pair]:
         mine, theirs = edges(a, self._spent), {edge.token: edge for edge in edges(b, self._spent)}
         if not isinstance(a, dict | list | tuple):
             self._alive.append((mine, [*theirs.values()]))
@@ -519,7 +521,7 @@ class ValueComparison:
             if [e.token for e in both] != [token for token in theirs if token in keys]:
                 self.found.reordered.append(path_of(place))
         for edge in mine:
-            here: Way = (place, edge)
+            here: LinkedPath = (place, edge)
             if edge.token in theirs:
                 yield here, edge.value, theirs.pop(edge.token).value
             elif isinstance(a, dict) and _is_attribute(edge):
@@ -532,7 +534,7 @@ class ValueComparison:
             else:
                 yield (place, edge), ABSENT, edge.value
 
-    def _tensors(self, place: Way, a: LazyTensor, b: LazyTensor) -> Iterator[Pair]:
+    def _tensors(self, place: LinkedPath, a: LazyTensor, b: LazyTensor) -> Iterator[Pair]:
         if self._settled is None or not self._settled(a, b):
             self.found.pairs.append((TreeTensor(place, a), TreeTensor(place, b)))
         parts = (
@@ -545,7 +547,7 @@ class ValueComparison:
             elif one is not other:
                 self.found.attributes.append(path_of(place))
 
-    def _alone(self, place: Way, value: object, side: int) -> None:
+    def _alone(self, place: LinkedPath, value: object, side: int) -> None:
         before = self._count(side)
         unroll(self._list([(place, value)], side))
         if self._count(side) == before:
@@ -553,7 +555,7 @@ class ValueComparison:
                 place, label(value) or value, side
             )  # a loop, or something that is listed elsewhere
 
-    def _list(self, values: Iterable[tuple[Way, object]], side: int) -> Unrolled[None]:
+    def _list(self, values: Iterable[tuple[LinkedPath, object]], side: int) -> Unrolled[None]:
         for here, value in values:
             if isinstance(value, LazyTensor):
                 self.found.alone[side].append(TreeTensor(here, value))
@@ -572,10 +574,10 @@ class ValueComparison:
     def _count(self, side: int) -> int:
         return len(self.found.changes) + len(self.found.alone[side])
 
-    def _only(self, place: Way, value: object, side: int) -> None:
+    def _only(self, place: LinkedPath, value: object, side: int) -> None:
         self._change(place, *((value, ABSENT) if side == 0 else (ABSENT, value)))
 
-    def _change(self, place: Way, a: object, b: object) -> None:
+    def _change(self, place: LinkedPath, a: object, b: object) -> None:
         self.found.changes.append(ValueChange(path_of(place), a, b))
 
     def _join(self, a: object, b: object) -> bool:

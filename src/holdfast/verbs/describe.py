@@ -24,11 +24,11 @@ from holdfast.core.tree import (
     FREE_CHARACTERS,
     NAME_CHARACTERS_A_BYTE,
     Path,
-    contents,
-    dotted,
-    module_contents,
+    expand_paths,
+    join_path,
+    list_contents,
+    list_module_contents,
     walk,
-    with_paths,
 )
 from holdfast.errors import LimitExceeded
 from holdfast.metadata import (
@@ -89,7 +89,7 @@ def _describe(checkpoint: Checkpoint, stored_nbytes: int, tree: object) -> Metad
             if value.name in paths:
                 paths[value.name] = path
             continue
-        name = base = dotted(path) if path else LONE_VALUE_NAME
+        name = base = join_path(path) if path else LONE_VALUE_NAME
         while name in tensors:
             doubles[base] = doubles.get(base, 1) + 1
             name = f"{base}#{doubles[base]}"
@@ -117,7 +117,7 @@ def _leaves(tree: object) -> Iterator[tuple[Path, object]]:
         # A module has None where a parameter is missing, or a buffer is not saved.
         filled, module = False, _is_module(value)
         found: list[tuple[str | int, object]] = []
-        for owner, children in contents(value) or ():
+        for owner, children in list_contents(value) or ():
             # What an object holds may be another's as well: it is listed where it is met first.
             if owner is value or id(owner) not in seen:
                 seen.add(id(owner))
@@ -129,7 +129,7 @@ def _leaves(tree: object) -> Iterator[tuple[Path, object]]:
         return found
 
     places = walk(tree, inside)
-    return with_paths(
+    return expand_paths(
         (way, value) for way, value in places if id(value) not in entered or id(value) in empty
     )
 
@@ -143,7 +143,7 @@ def _worth_entering(tree: object) -> set[int]:
         if kinds.get(id(value), INNER) is not INNER:
             return ()
         found: list[tuple[str | int, object]] = []
-        for owner, children in contents(value) or ():
+        for owner, children in list_contents(value) or ():
             kinds[id(value)] = value
             if owner is not value:
                 # A dict that is an object's, and perhaps another's as well: a container of its own, looked into once.
@@ -179,4 +179,4 @@ def _upward(start: Iterable[int], parents: dict[int, list[int]], through: set[in
 
 
 def _is_module(value: object) -> bool:
-    return isinstance(value, Opaque) and module_contents(value) is not None
+    return isinstance(value, Opaque) and list_module_contents(value) is not None

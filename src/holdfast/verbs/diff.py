@@ -37,7 +37,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.digest import Digest, canonicalize
 from holdfast.core.group import ALONE, AnyGroup, Ranks, divide_work, joined_ranks
 from holdfast.core.limits import Limits
-from holdfast.core.notebook import Shown
+from holdfast.core.notebook import NotebookResult
 from holdfast.core.options import validate_arguments
 from holdfast.core.order import sort_naturally
 from holdfast.core.patterns import Renames
@@ -315,7 +315,7 @@ class TensorChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Diff(Shown):
+class Diff(NotebookResult):
     """The differences of `b`, seen from `a`."""
 
     a: str
@@ -357,7 +357,7 @@ class Diff(Shown):
         return f"NaN or Inf appeared in {pluralize(len(sick), 'tensor')}, first {first}"
 
     def _headline(self) -> Iterator[tuple[str, str]]:
-        yield from Shown._headline(self)
+        yield from NotebookResult._headline(self)
         if self.nonfinite:
             yield "attention", self.nonfinite_summary
 
@@ -376,7 +376,7 @@ class Diff(Shown):
     def _arranged(self, field: str, value: object) -> object:
         if field == "renamed":
             return tuple(sort_naturally(self.renamed, attrgetter("a")))
-        return self.ranked() if field == "changed" else Shown._arranged(self, field, value)
+        return self.ranked() if field == "changed" else NotebookResult._arranged(self, field, value)
 
 
 ORDERS = ("change", "name", "file")

@@ -41,7 +41,7 @@ from typing import Literal, TypeVar, cast
 from holdfast.core.group import AnyGroup, Ranks, divide_work, joined_ranks
 from holdfast.core.keys import check_key
 from holdfast.core.limits import Limits
-from holdfast.core.notebook import Shown, card, table
+from holdfast.core.notebook import NotebookResult, render_card, render_table
 from holdfast.core.options import validate_arguments
 from holdfast.core.registry import FORMATS_GROUP, find_plugins
 from holdfast.core.value import Value, replace
@@ -238,7 +238,7 @@ class FileReport:
 
 
 @dataclass(frozen=True, slots=True)
-class ScanReport(Shown):
+class ScanReport(NotebookResult):
     """What all the files hold."""
 
     reports: tuple[FileReport, ...]
@@ -262,14 +262,14 @@ class ScanReport(Shown):
             for f, path in found
         ]
         tables = [
-            table(("file", "format", "verdict", "findings", "error"), files, len(files))
+            render_table(("file", "format", "verdict", "findings", "error"), files, len(files))
             if files
             else "",
-            table(("severity", "what", "reason", "file", "stream"), rows, len(rows))
+            render_table(("severity", "what", "reason", "file", "stream"), rows, len(rows))
             if rows
             else "",
         ]
-        return card(
+        return render_card(
             "ScanReport",
             [("verdict", self.verdict()), ("skipped", f"{self.skipped:,}")],
             tables=tables,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Unpack
 
 from holdfast.core.limits import Limits
-from holdfast.core.notebook import Shown
+from holdfast.core.notebook import NotebookResult
 from holdfast.core.options import SealOptions, validate_arguments
 from holdfast.core.quantities import parse_seconds
 from holdfast.engine.commit.target import not_committed_on_error
@@ -29,7 +29,7 @@ NO_STEP = "no step is known: neither a file nor the name says one; pass step= to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sealed(Shown):
+class Sealed(NotebookResult):
     """The files that were sealed, or would be; `done` says which."""
 
     path: str

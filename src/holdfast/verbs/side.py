@@ -21,10 +21,10 @@ from holdfast.core.patterns import (
     make_matcher,
     make_renamer,
 )
-from holdfast.core.sharing import identity
+from holdfast.core.sharing import identify_view
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import dotted, leaf_paths, refilled
+from holdfast.core.tree import copy_dict_with_items, iterate_leaves, join_path
 from holdfast.core.value import Value, replace
 from holdfast.errors import CannotHold, NoSuchTensor, Unsupported
 
@@ -53,7 +53,10 @@ class Side(Value, frozen=True):
         tree: object = {} if checkpoint.flat else checkpoint.tree
         flat = checkpoint.flat or _flat(tree, tensors)
         if flat:
-            tensors, tree = tensors.without_lazy_tensors(), refilled(cast(AnyDict, tree), {})
+            tensors, tree = (
+                tensors.without_lazy_tensors(),
+                copy_dict_with_items(cast(AnyDict, tree), {}),
+            )
         return cls(
             checkpoint.path,
             checkpoint.format,
@@ -68,7 +71,7 @@ class Side(Value, frozen=True):
         """The side with all tensors made, each once, and in the tree."""
         tensors = self.tensors.with_lazy_tensors()
         tree = (
-            refilled(cast(AnyDict, self.tree), cast(AnyDict, dict(tensors)))
+            copy_dict_with_items(cast(AnyDict, self.tree), cast(AnyDict, dict(tensors)))
             if self.ordered
             else self.tree
         )
@@ -80,9 +83,9 @@ def same_view(one: LazyTensor | None, other: LazyTensor) -> bool:
         return one is other
     # One position, under two names: nothing has to be made to tell.
     alike = one.position is not None and one.position is other.position and one.shape == other.shape
-    return (alike and one.traits is other.traits and one.dtype is other.dtype) or identity(
+    return (alike and one.traits is other.traits and one.dtype is other.dtype) or identify_view(
         one
-    ) == identity(other)
+    ) == identify_view(other)
 
 
 def _flat(tree: object, tensors: Table) -> bool:
@@ -150,7 +153,7 @@ def chosen_sides(
 def _renamer(checkpoint: Checkpoint, rename: Renames) -> Callable[[str], str]:
     problems = find_rename_problems(rename)
     if not problems and rename:
-        names = [*checkpoint, *(dotted(path) for path, _ in leaf_paths(checkpoint.tree))]
+        names = [*checkpoint, *(join_path(path) for path, _ in iterate_leaves(checkpoint.tree))]
         unused = find_unmatched_patterns((old for old, _ in rename), names)
         problems = [f"{pattern!r} matches nothing in {checkpoint.path!r}" for pattern in unused]
     if problems:
@@ -177,8 +180,8 @@ def _chosen(
             [f"two tensors would be called {name!r}" for name in twice],
         )
     values: dict[str, object] = {}
-    for path, value in leaf_paths(checkpoint.tree):
-        name = new(dotted(path))
+    for path, value in iterate_leaves(checkpoint.tree):
+        name = new(join_path(path))
         if isinstance(value, LazyTensor) or not wanted(name):
             continue
         while name in values:

@@ -16,7 +16,7 @@ from holdfast.core.arrays import Ints
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.group import ALONE, AnyGroup, Ranks, divide_work, joined_ranks
 from holdfast.core.limits import Limits
-from holdfast.core.notebook import Shown
+from holdfast.core.notebook import NotebookResult
 from holdfast.core.options import validate_arguments
 from holdfast.core.order import sort_naturally
 from holdfast.core.patterns import make_matcher
@@ -64,7 +64,7 @@ class TensorStats:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorReport(Shown, Generic[T]):
+class TensorReport(NotebookResult, Generic[T]):
     """What was found of the tensors of a checkpoint: `path`, `format`, and a row for each, over which it iterates."""
 
     path: str
@@ -101,7 +101,11 @@ class StatsReport(TensorReport[TensorStats]):
         yield "NaN and Inf", self.nonfinite_summary
 
     def _arranged(self, field: str, value: object) -> object:
-        return tuple(listed(self)) if field == "tensors" else Shown._arranged(self, field, value)
+        return (
+            tuple(listed(self))
+            if field == "tensors"
+            else NotebookResult._arranged(self, field, value)
+        )
 
 
 def is_nonfinite(row: TensorStats) -> bool:

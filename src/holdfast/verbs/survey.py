@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from holdfast.core.checkpoint import Alias, Checkpoint, find_aliases
-from holdfast.core.sharing import shared_rows
+from holdfast.core.sharing import find_shared_rows
 from holdfast.core.table import Table
 from holdfast.core.value import Value
 from holdfast.numeric.dequantize import number_shape
@@ -27,7 +27,7 @@ class Survey(Value, frozen=True):
 
 def survey(checkpoint: Checkpoint) -> Survey:
     table = checkpoint.stored
-    shared = shared_rows([table])
+    shared = find_shared_rows([table])
     names, same = table.names, shared.ties()
     ties: dict[str, str] = {}
     for _, rows in shared.groups():

@@ -26,7 +26,7 @@ from holdfast.core.arrays import Bools, Ints
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.group import ALONE, AnyGroup, Ranks, compare_marks, joined_ranks
 from holdfast.core.limits import Limits
-from holdfast.core.notebook import Shown
+from holdfast.core.notebook import NotebookResult
 from holdfast.core.options import validate_arguments
 from holdfast.core.protocols import Description, Store
 from holdfast.core.quantities import Size
@@ -107,7 +107,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyReport(Shown):
+class VerifyReport(NotebookResult):
     """What `verify` found."""
 
     path: str
@@ -155,7 +155,7 @@ class VerifyReport(Shown):
         return self.verdict in (("ok",) if self.required else ("ok", "partial", "readable"))
 
     def _headline(self) -> Iterator[tuple[str, str]]:
-        yield from Shown._headline(self)
+        yield from NotebookResult._headline(self)
         yield "verdict", self.verdict
 
 

@@ -93,7 +93,7 @@ def read_outline(
 
 def lay_out(state: State) -> SavePlan:
     """Lay out a state. Raises `CannotHold` if it is nested."""
-    if not state.leaves.flat:
+    if not state.leaves.is_flat:
         raise CannotHold("a toy holds tensors by their names", ["this state is nested"])
     tensors = dict(state.tensors)
     entries = {name: [tensor.dtype.name, tensor.shape] for name, tensor in tensors.items()}

@@ -215,7 +215,7 @@ def test_any_tree_comes_back(data):
     )
     shard = data.draw(st.none() | st.integers(1, 10))
     ckpt = reopen(execute(lay_out_safetensors(state, keep_tree=True, max_shard_size=shard)))
-    if state.leaves.flat:
+    if state.leaves.is_flat:
         # Nothing is recorded of a plain dict, and a file has its tensors in the order of their dtypes and names.
         assert_same(tree, {name: ckpt.tree[name] for name in tree})
     else:

@@ -14,7 +14,7 @@ import torch
 import holdfast
 from holdfast.core.limits import Limits
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import values_inside
+from holdfast.core.tree import iterate_values
 from holdfast.errors import HoldfastError, LimitExceeded, MetadataError, PickleError
 from holdfast.torch.serialization.allowed import default_globals
 from tests.hostile.craft_pickle import (
@@ -71,7 +71,7 @@ def refused(
 def described(raw: bytes, limits: Limits | None = None) -> None:
     """The same case for the builder of lazy tensors: refused as well, or described; what is described is read, or refused then."""
     with contextlib.suppress(HoldfastError), holdfast.open(raw, limits=limits) as ckpt:
-        for value in (*ckpt.values(), *values_inside(ckpt.tree)):
+        for value in (*ckpt.values(), *iterate_values(ckpt.tree)):
             if isinstance(value, LazyTensor | Composite):
                 with contextlib.suppress(HoldfastError):
                     value.torch()

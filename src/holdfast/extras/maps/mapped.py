@@ -136,4 +136,4 @@ def mapped(
         checkpoint.format, table, table, notes=(*checkpoint.notes_on_numbers, *notes), metadata=checkpoint.metadata,
         usual_format=bound.target.format, torch_dist=bound.target.torch_dist,
     )  # fmt: skip
-    return checkpoint.seen(description, again)
+    return checkpoint.with_description(description, again)

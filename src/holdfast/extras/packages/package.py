@@ -29,7 +29,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.options import PackageOptions, ReplaceOptions, pick_fields, validate_arguments
 from holdfast.core.protocols import Source, State, Store
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import dict_leaves
+from holdfast.core.tree import iterate_dict_leaves
 from holdfast.core.value import replace
 from holdfast.engine.saves import Data, SavePlan
 from holdfast.engine.table import lazy_table
@@ -444,7 +444,7 @@ def _states(
 
 
 def _flat(model: str, tree: object) -> dict[str, LazyTensor]:
-    leaves = dict(dict_leaves(tree))
+    leaves = dict(iterate_dict_leaves(tree))
     weights = {name: value for name, value in leaves.items() if isinstance(value, LazyTensor)}
     others = {name: value for name, value in leaves.items() if name not in weights}
     if others:

@@ -35,11 +35,11 @@ from typing import Literal, Unpack
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.digest import canonicalize
 from holdfast.core.limits import Limits
-from holdfast.core.notebook import Shown
+from holdfast.core.notebook import NotebookResult
 from holdfast.core.options import InPlaceOptions, Progress, validate_arguments
 from holdfast.core.protocols import State
 from holdfast.core.quantities import Size
-from holdfast.core.sharing import several, shared_rows
+from holdfast.core.sharing import find_shared_rows, group_repeated_keys
 from holdfast.core.strict_json import quote
 from holdfast.core.table import RowKind, Table
 from holdfast.core.tensor import LazyTensor
@@ -132,7 +132,7 @@ class AliasGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class AliasGraph(Shown):
+class AliasGraph(NotebookResult):
     """The storages that several models share. Print it."""
 
     by: By
@@ -226,11 +226,11 @@ class ModelRows:
             for model, table in models.items()
             for row in range(len(table))
         ]
-        self.shared = found = shared_rows(
-            models.values(), stored_aliases=stored_aliases, by_place=True
+        self.shared = found = find_shared_rows(
+            models.values(), stored_aliases=stored_aliases, by_identity=True
         )
-        self.storage = dict(zip(found.rows, found.storage, strict=True))
-        self.view = dict(zip(found.rows, found.view, strict=True))
+        self.storage = dict(zip(found.rows, found.storage_ids, strict=True))
+        self.view = dict(zip(found.rows, found.view_ids, strict=True))
         self._rows = [row for row in found.rows if self._is_filled(self.tensor(row), among)]
         views = [self.view[row] for row in self._rows]
         storages = dict.fromkeys(self.storage[row] for row in self._rows)
@@ -238,7 +238,7 @@ class ModelRows:
         """The number of each storage that people see."""
         self._copies = dict(zip(reversed(views), reversed(self._rows), strict=True))
         """The first row of each view, which stands for the copy."""
-        self._names = {rows[0]: rows for rows in several(views, self._rows).values()}
+        self._names = {rows[0]: rows for rows in group_repeated_keys(views, self._rows).values()}
         """The rows of copies that have several."""
 
     @staticmethod
@@ -275,7 +275,7 @@ class ModelRows:
 
     def _graph(self, by: By, groups: Sequence[AliasGroup], notes: Sequence[str] = ()) -> AliasGraph:
         index = {(member.model, member.name): group for group in groups for member in group.members}
-        nbytes = sum([self.shared.nbytes[storage] for storage in self._numbers])
+        nbytes = sum([self.shared.storage_nbytes[storage] for storage in self._numbers])
         return AliasGraph(
             by,
             self._models,
@@ -290,8 +290,8 @@ class ModelRows:
     def by_storage(self) -> AliasGraph:
         groups = []
         storages = [self.storage[row] for row in self._rows]
-        for storage, rows in several(storages, self._rows).items():
-            members, nbytes = tuple(map(self.member, rows)), self.shared.nbytes[storage]
+        for storage, rows in group_repeated_keys(storages, self._rows).items():
+            members, nbytes = tuple(map(self.member, rows)), self.shared.storage_nbytes[storage]
             saved = max(sum(member.nbytes for member in members) - nbytes, 0)
             is_same = len({self.view[row] for row in rows}) == 1
             groups.append(AliasGroup(members, nbytes, saved, same=is_same))
@@ -308,9 +308,11 @@ class ModelRows:
         groups = {}
         for number, copies in enumerate(classes):
             storages = {self.storage[copy] for copy in copies}
-            nbytes = sum(self.shared.nbytes[storage] for storage in storages)
+            nbytes = sum(self.shared.storage_nbytes[storage] for storage in storages)
             savable = sum(
-                self.shared.nbytes[storage] for storage in storages if freed.get(storage) == number
+                self.shared.storage_nbytes[storage]
+                for storage in storages
+                if freed.get(storage) == number
             )
             members = tuple(map(self.member, self.rows_of(copies)))
             saved = members[0].nbytes * (len(members) - len(copies))
@@ -343,7 +345,7 @@ class ModelRows:
         for copy in compared:
             tensor = self.tensor(copy)
             looks.append((canonicalize(tensor.dtype, tensor.shape), checksums[copy]))
-        alike = several(looks, compared)
+        alike = group_repeated_keys(looks, compared)
         return _classes([*alike.values()], self.tensor, threads, progress), notes
 
     def _freed(self, classes: Sequence[Sequence[int]]) -> dict[int, int]:
@@ -513,9 +515,9 @@ class _Tying:
             table,
             found.storage,
             found.view,
-            found.shared.parts,
+            found.shared.member_storages,
         )
-        rows, storages = found.shared.pieces()
+        rows, storages = found.shared.storage_rows()
         views = {*zip(storages, map(self._view.__getitem__, rows), strict=True)}
         self._views = Counter([storage for storage, _ in views])
         """How many different views each storage has."""

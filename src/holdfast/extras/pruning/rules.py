@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from holdfast.core.chunk import Storage
 from holdfast.core.patterns import make_matcher
 from holdfast.core.protocols import State
-from holdfast.core.sharing import View, identity
+from holdfast.core.sharing import ViewIdentity, identify_view
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import list_names
 from holdfast.core.value import Value
@@ -226,14 +226,16 @@ def assign(
     """The tensors that rules apply to, in the order of names. Notes say what N:M leaves alone."""
     wholes = state.leaves.composites()
     whole = {
-        identity(part, stored_alias=True): one.kind for one in wholes for part in one.parts.values()
+        identify_view(part, stored_alias=True): one.kind
+        for one in wholes
+        for part in one.parts.values()
     }
     meant = [make_matcher(rule.pattern) for rule in rules]
     matched = [0] * len(rules)
     decided = [0] * len(rules)
-    jobs: dict[View, Job] = {}
-    left: dict[View, str] = {}
-    aside: dict[View, list[tuple[str, PruningRule, str]]] = {}
+    jobs: dict[ViewIdentity, Job] = {}
+    left: dict[ViewIdentity, str] = {}
+    aside: dict[ViewIdentity, list[tuple[str, PruningRule, str]]] = {}
     for name in sorted(state.tensors):
         tensor = state.tensors[name]
         numbers = [i for i, means in enumerate(meant) if means(name)]
@@ -242,7 +244,7 @@ def assign(
         rule = rules[numbers[0]] if numbers else None
         if rule is not None:
             decided[numbers[0]] += 1
-        own = identity(tensor, stored_alias=True)
+        own = identify_view(tensor, stored_alias=True)
         if rule is None or isinstance(rule.method, Keep):
             left.setdefault(own, name)
             continue
@@ -349,19 +351,19 @@ def _unfit(tensor: LazyTensor, rule: PruningRule, part_of: str | None) -> str:
     return ""
 
 
-def _overlaps(state: State, jobs: Mapping[View, Job]) -> Iterable[str]:
+def _overlaps(state: State, jobs: Mapping[ViewIdentity, Job]) -> Iterable[str]:
     """Pruned tensors that share elements with other tensors, which would be pruned with them or lose the tie."""
-    spans: dict[Storage, dict[tuple[int, int, View], str]] = {}
+    spans: dict[Storage, dict[tuple[int, int, ViewIdentity], str]] = {}
     for name, tensor in state.tensors.items():
         if not tensor.size or tensor.traits.meta:
             continue
         for chunk in tensor.shared_chunks:
             spans.setdefault(chunk.storage, {}).setdefault(
-                (*chunk.byte_range(tensor.dtype), identity(tensor, stored_alias=True)), name
+                (*chunk.byte_range(tensor.dtype), identify_view(tensor, stored_alias=True)), name
             )
     for held in spans.values():
         reached: dict[
-            bool, tuple[int, View, str]
+            bool, tuple[int, ViewIdentity, str]
         ] = {}  # the furthest stop so far, among pruned ones and among others
         for (start, stop, own), name in sorted(held.items(), key=lambda item: item[0][:2]):
             pruned = own in jobs

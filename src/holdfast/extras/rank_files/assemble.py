@@ -32,10 +32,16 @@ from holdfast.core.dtype import DType
 from holdfast.core.leaves import name_tensors
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Description, Foreign, Request, Source, Stamp
-from holdfast.core.tensor import PLAIN, LazyTensor, Traits
+from holdfast.core.tensor import PLAIN_TRAITS, LazyTensor, Traits
 from holdfast.core.text import list_names
 from holdfast.core.tiling import find_overlap, is_tiled_by
-from holdfast.core.tree import Way, path_to, plainly, rebuild, refilled
+from holdfast.core.tree import (
+    LinkedPath,
+    copy_dict_with_items,
+    expand_path,
+    make_plain_container,
+    rebuild,
+)
 from holdfast.core.value import Value, replace
 from holdfast.engine.files import ViewTable
 from holdfast.errors import LimitExceeded, MetadataError, ReplicasDiffer, Unsupported, error_context
@@ -117,7 +123,7 @@ class Assembly(Virtual):
         shape: tuple[int, ...],
         *,
         parts: Sequence[RankBox],
-        traits: Traits = PLAIN,
+        traits: Traits = PLAIN_TRAITS,
     ) -> LazyTensor:
         """The tensor of these parts. Raises `MetadataError`, with its name, where they do not cover it exactly once."""
         by_box: dict[Box, list[RankBox]] = {}
@@ -238,7 +244,7 @@ def _bytes_of(tensor: LazyTensor, start: int, nbytes: int) -> np.ndarray:
     wanted = rows[first : -(-(start + nbytes) // row_nbytes)]
     array = np.empty(wanted.shape, wanted.dtype.numpy)
     # As it is stored: whether the elements stand for their conjugates is said of the whole.
-    wanted.source.read([Request(replace(wanted, traits=PLAIN), array)])
+    wanted.source.read([Request(replace(wanted, traits=PLAIN_TRAITS), array)])
     content = array.reshape(-1).view(np.uint8)
     return content[start - first * row_nbytes :][:nbytes]
 
@@ -333,19 +339,25 @@ def in_step(
         keys = _keys(values)
         return None if keys is None else ((_step(key), _at(values, key)) for key in keys)
 
-    def made(values: Leaf, children: list[object], _: Way) -> object:
+    def made(values: Leaf, children: list[object], _: LinkedPath) -> object:
         first = next(iter(values.values()))
         if isinstance(first, dict):
-            return refilled(first, dict(zip(_keys(values) or (), children, strict=True)))
+            return copy_dict_with_items(
+                first, dict(zip(_keys(values) or (), children, strict=True))
+            )
         return children if isinstance(first, list) else tuple(children)
 
-    def leaf(values: Leaf, way: Way) -> object:
-        path = cast("tuple[str, ...]", path_to(way))
+    def leaf(values: Leaf, way: LinkedPath) -> object:
+        path = cast("tuple[str, ...]", expand_path(way))
         allowance.spend(sum(map(len, path)) // CHARACTERS_A_STEP)
         return join(".".join(path), values)
 
     return rebuild(
-        {file.rank: file.tree for file in files}, leaf, inside=inside, make=made, depth=depth
+        {file.rank: file.tree for file in files},
+        leaf,
+        get_children=inside,
+        make_container=made,
+        max_depth=depth,
     )
 
 
@@ -410,7 +422,7 @@ def moved(value: object, assembly: Assembly) -> object:
     return rebuild(
         value,
         lambda one, _: assembly.replica("", [(0, one)]) if isinstance(one, LazyTensor) else one,
-        make=plainly,
+        make_container=make_plain_container,
     )
 
 

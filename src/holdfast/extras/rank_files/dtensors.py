@@ -34,7 +34,7 @@ from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.text import list_names
-from holdfast.core.tree import Contents, contents, walk
+from holdfast.core.tree import ContainerContents, list_contents, walk
 from holdfast.core.value import Value, replace
 from holdfast.errors import MetadataError, Unsupported, error_context
 from holdfast.extras.rank_files.assemble import (
@@ -278,10 +278,10 @@ class _Joined:
         seen: set[int] = set()
 
         def inside(value: object) -> Iterator[tuple[str | int, object]] | None:
-            parts = contents(value)
+            parts = list_contents(value)
             return None if parts is None else children(parts)
 
-        def children(parts: Contents) -> Iterator[tuple[str | int, object]]:
+        def children(parts: ContainerContents) -> Iterator[tuple[str | int, object]]:
             # What an object holds may be another's as well.
             fresh = [part for owner, part in parts if id(owner) not in seen]
             seen.update(id(owner) for owner, _ in parts)
@@ -398,7 +398,7 @@ class _Joined:
         shape, dtype, grad = self._outline(value, spec)
         mesh = self._mesh(spec.attribute("mesh"), rank)
         cuts = _cuts(spec, len(shape), len(mesh.shape))
-        parameter = any(state.get("_is_param") is True for state in value.states())
+        parameter = any(state.get("_is_param") is True for state in value.state_dicts())
         traits = Traits(
             requires_grad=grad, parameter=parameter, conj=local.traits.conj, neg=local.traits.neg
         )

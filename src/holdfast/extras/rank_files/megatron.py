@@ -37,7 +37,7 @@ from holdfast.core.placement_rules import parse_rule
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import list_names
-from holdfast.core.tree import FREE_CHARACTERS, NAME_CHARACTERS_A_BYTE, name_at, walk
+from holdfast.core.tree import FREE_CHARACTERS, NAME_CHARACTERS_A_BYTE, join_linked_path, walk
 from holdfast.core.value import Value, replace
 from holdfast.errors import (
     BadPlacement,
@@ -313,8 +313,10 @@ class _Iteration:
                 else None
             )
 
-        for way, value in walk(model, inside, most=self._spare, depth=self.source.limits.depth):
-            name = name_at(way)
+        for way, value in walk(
+            model, inside, max_values=self._spare, max_depth=self.source.limits.depth
+        ):
+            name = join_linked_path(way)
             self._spare -= 1
             self._room -= len(name)
             if self._room < 0:

@@ -30,7 +30,7 @@ from msgspec import Struct, field
 
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import Description, Source
-from holdfast.core.sharing import identity
+from holdfast.core.sharing import identify_view
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import list_names
 from holdfast.core.value import replace
@@ -491,4 +491,4 @@ def _model_content(file: RankFile) -> dict[object, dict[object, object]]:
 def _same(tensor: LazyTensor) -> object:
     if not tensor.chunks:
         return id(tensor)
-    return identity(tensor) if tensor.size else tensor.chunks[0].storage.label
+    return identify_view(tensor) if tensor.size else tensor.chunks[0].storage.label

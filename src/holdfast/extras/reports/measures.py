@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from holdfast.core.group import ALONE, Ranks, divide_work
-from holdfast.core.sharing import View, identity
+from holdfast.core.sharing import ViewIdentity, identify_view
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import round_significant
 from holdfast.core.value import Value
@@ -87,17 +87,17 @@ def reading_nbytes(tensors: Iterable[LazyTensor], share: float | None) -> int:
     return nbytes
 
 
-def _different(tensors: Iterable[LazyTensor]) -> dict[LazyTensor, View]:
+def _different(tensors: Iterable[LazyTensor]) -> dict[LazyTensor, ViewIdentity]:
     """The tensors that are read: each view once; not what has no numbers, or is expanded beyond its limit. These are numbers, also
     where quantised blocks stand for them."""
-    seen: dict[View, LazyTensor] = {}
+    seen: dict[ViewIdentity, LazyTensor] = {}
     for tensor in numbers_of(tensors):
         if has_numbers(tensor) and tensor.size:
             try:
                 tensor.check_expansion()
             except LimitExceeded:
                 continue
-            seen.setdefault(identity(tensor), tensor)
+            seen.setdefault(identify_view(tensor), tensor)
     return {tensor: view for view, tensor in seen.items()}
 
 
@@ -131,7 +131,7 @@ def measure(
 
     made = divide_work(ranks, [tensor.nbytes for tensor in chosen], look, Distribution)
     found = dict(zip(read.values(), made, strict=True))
-    return [found.get(identity(tensor)) if has_numbers(tensor) else None for tensor in tensors]
+    return [found.get(identify_view(tensor)) if has_numbers(tensor) else None for tensor in tensors]
 
 
 MEASURES: tuple[tuple[str, str, str, str, Callable[[Distribution], float | None]], ...] = (

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.group import ALONE, AnyGroup, Ranks, compare_marks, divide_work, joined_ranks
 from holdfast.core.limits import Limits
-from holdfast.core.notebook import card
+from holdfast.core.notebook import render_card
 from holdfast.core.options import validate_arguments
 from holdfast.core.patterns import make_matcher
 from holdfast.core.quantities import Size, parse_nbytes
@@ -110,7 +110,7 @@ class Report:
         facts = (
             [(str(label), str(fact)) for label, fact in given] if isinstance(given, list) else []
         )
-        return card(str(self.document["sentence"]), facts)
+        return render_card(str(self.document["sentence"]), facts)
 
     def __repr__(self) -> str:
         return f"<Report {str(self.document['sentence'])!r}>"

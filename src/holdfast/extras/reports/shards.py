@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
-from holdfast.core.sharing import Span, disjoint_groups
+from holdfast.core.sharing import ByteRange, group_overlapping_ranges
 from holdfast.errors import BadPlacement
 from holdfast.extras.reports.document import Document
 from holdfast.extras.reports.structure import Structure, file_of
@@ -74,9 +74,9 @@ def shards(found: Structure, mesh: Mapping[str, int] | str | None = None) -> Doc
     }
 
 
-def _spans(found: Structure, known: set[str]) -> dict[str, list[Span[int]]]:
+def _spans(found: Structure, known: set[str]) -> dict[str, list[ByteRange[int]]]:
     """The ranges of tensors in each file, with the numbers of the tensors."""
-    spans: dict[str, list[Span[int]]] = {}
+    spans: dict[str, list[ByteRange[int]]] = {}
     for number, tensor in enumerate(found.tensors.values()):
         if tensor.traits.meta:
             continue
@@ -93,7 +93,7 @@ def _spans(found: Structure, known: set[str]) -> dict[str, list[Span[int]]]:
     return spans
 
 
-def stretches_of(held: Sequence[Span[int]], nbytes: int) -> list[Stretch]:
+def stretches_of(held: Sequence[ByteRange[int]], nbytes: int) -> list[Stretch]:
     """A file of so many bytes as strips, from its first byte to its last. What several tensors share is the first one's.
 
     >>> stretches_of([(100, 200, 0), (200, 300, 1), (90_000, 90_100, 2)], 90_200)
@@ -101,7 +101,7 @@ def stretches_of(held: Sequence[Span[int]], nbytes: int) -> list[Stretch]:
     """
     made: list[Stretch] = []
     at = 0
-    for group in disjoint_groups(held):
+    for group in group_overlapping_ranges(held):
         if group.start >= nbytes:
             break
         if group.start > at:

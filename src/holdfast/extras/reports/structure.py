@@ -31,7 +31,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk, Storage, is_c_ordered
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
-from holdfast.core.sharing import reached_spans
+from holdfast.core.sharing import find_reached_ranges
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import (
     clip,
@@ -171,7 +171,7 @@ def dead(found: Survey) -> int:
     """Bytes of storages that no tensor reaches, as `compact` would drop them."""
     # Where the elements of a distributed checkpoint's item lie is known when it is read; there are no others in it.
     stored = [tensor for tensor in found.tensors.values() if not tensor.traits.meta]
-    reached = reached_spans(
+    reached = find_reached_ranges(
         t for t in stored if all(type(c) is Chunk and type(c.storage) is Storage for c in t.chunks)
     )
     whole = sum(storage.nbytes for storage in reached)

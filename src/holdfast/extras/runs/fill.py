@@ -22,7 +22,14 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.protocols import Request, group_by_source
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.text import list_names
-from holdfast.core.tree import Unrolled, Way, name_at, plainly, rebuild, unroll
+from holdfast.core.tree import (
+    LinkedPath,
+    Unrolled,
+    join_linked_path,
+    make_plain_container,
+    rebuild,
+    unroll,
+)
 from holdfast.core.value import Value
 from holdfast.engine.checksums import check_before_reading
 from holdfast.errors import Corrupted, DoesNotFit, FormatError, HoldfastError, Unsupported
@@ -114,7 +121,7 @@ def _read(fit: Fit) -> None:
 def _new(found: object, fit: Fit) -> object:
     """A value of a checkpoint in plain containers, with arrays for its tensors: one array, where a container stands twice."""
 
-    def leaf(value: object, _: Way) -> object:
+    def leaf(value: object, _: LinkedPath) -> object:
         if isinstance(value, Composite):
             raise Unsupported(
                 f"a {value.kind} tensor has no array; use holdfast.torch.Run", found=value.kind
@@ -124,10 +131,10 @@ def _new(found: object, fit: Fit) -> object:
         fit.requests.append(Request(value, value.empty()))
         return fit.requests[-1].out
 
-    return rebuild(found, leaf, make=plainly)
+    return rebuild(found, leaf, make_container=make_plain_container)
 
 
-def _fitted(into: object, found: object, way: Way, fit: Fit) -> Unrolled[object]:
+def _fitted(into: object, found: object, way: LinkedPath, fit: Fit) -> Unrolled[object]:
     """The value that replaces `into`: itself, where it is filled in place."""
     if isinstance(into, np.ndarray) and isinstance(found, LazyTensor):
         _request(into, found, way, fit)
@@ -137,13 +144,13 @@ def _fitted(into: object, found: object, way: Way, fit: Fit) -> Unrolled[object]
         own = keeps.state_dict()
         return HeldState(into, keeps, own, (yield _fitted(own, found, way, fit)))
     if hasattr(into, "__dlpack__") and not isinstance(into, np.ndarray | np.generic):
-        fit.mismatched[name_at(way)] = (
+        fit.mismatched[join_linked_path(way)] = (
             f"a {type(into).__name__} is filled by holdfast.torch.Run, not by holdfast.Run"
         )
         return into
     if isinstance(into, Mapping) and isinstance(found, Mapping):
-        fit.missing += [name_at((way, key)) for key in into if key not in found]
-        fit.unexpected += [name_at((way, key)) for key in found if key not in into]
+        fit.missing += [join_linked_path((way, key)) for key in into if key not in found]
+        fit.unexpected += [join_linked_path((way, key)) for key in found if key not in into]
         made: dict[object, object] = {}
         for key in [key for key in into if key in found]:
             made[key] = yield _fitted(into[key], found[key], (way, key), fit)
@@ -154,7 +161,9 @@ def _fitted(into: object, found: object, way: Way, fit: Fit) -> Unrolled[object]
         and type(into) in (list, tuple)
     ):
         if len(into) != len(found):
-            fit.mismatched[name_at(way)] = f"{len(into)} items, and the step has {len(found)}"
+            fit.mismatched[join_linked_path(way)] = (
+                f"{len(into)} items, and the step has {len(found)}"
+            )
             return into
         rows: list[object] = []
         for i, (one, other) in enumerate(zip(into, found, strict=True)):
@@ -166,20 +175,24 @@ def _fitted(into: object, found: object, way: Way, fit: Fit) -> Unrolled[object]
         and into is not None
     ):
         kind = "tensor" if isinstance(found, LazyTensor) else type(found).__name__
-        fit.mismatched[name_at(way)] = f"a {type(into).__name__}, and the step has a {kind}"
+        fit.mismatched[join_linked_path(way)] = (
+            f"a {type(into).__name__}, and the step has a {kind}"
+        )
         return into
     return _new(found, fit)
 
 
-def _request(into: np.ndarray, found: LazyTensor, way: Way, fit: Fit) -> None:
+def _request(into: np.ndarray, found: LazyTensor, way: LinkedPath, fit: Fit) -> None:
     if into.shape != found.shape:
-        fit.mismatched[name_at(way)] = (
+        fit.mismatched[join_linked_path(way)] = (
             f"its shape is {list(into.shape)}, and the step has {list(found.shape)}"
         )
     elif into.dtype != found.dtype.numpy:
-        fit.mismatched[name_at(way)] = f"its dtype is {into.dtype}, and the step has {found.dtype}"
+        fit.mismatched[join_linked_path(way)] = (
+            f"its dtype is {into.dtype}, and the step has {found.dtype}"
+        )
     elif not into.flags.writeable:
-        fit.mismatched[name_at(way)] = "it cannot be written to"
+        fit.mismatched[join_linked_path(way)] = "it cannot be written to"
     else:
         fit.requests.append(Request(found, into))
 

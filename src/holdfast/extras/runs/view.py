@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from itertools import repeat
 from typing import Literal
 
-from holdfast.core.notebook import card, table
+from holdfast.core.notebook import render_card, render_table
 from holdfast.core.quantities import parse_count
 from holdfast.core.text import format_nbytes
 from holdfast.errors import NoSuchStep, StoreError
@@ -149,9 +149,13 @@ class RunView:
             for fate in fates
         ]  # fmt: skip
         shown = (
-            table(("step", "saved", "size", *metrics, "kept by"), rows, len(rows)) if rows else ""
+            render_table(("step", "saved", "size", *metrics, "kept by"), rows, len(rows))
+            if rows
+            else ""
         )
-        return card("Run", [("path", self.path), ("steps", f"{len(fates):,}")], tables=[shown])
+        return render_card(
+            "Run", [("path", self.path), ("steps", f"{len(fates):,}")], tables=[shown]
+        )
 
     def pins(self) -> Mapping[int, Pin]:
         """The pinned steps."""

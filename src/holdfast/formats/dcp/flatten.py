@@ -20,7 +20,7 @@ from holdfast.core.leaves import NO_LEAVES, PLAIN, Leaves
 from holdfast.core.protocols import State
 from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import LONE_TENSOR_NAME, Path, Unrolled, dotted, rebuild, unroll, walk
+from holdfast.core.tree import LONE_TENSOR_NAME, Path, Unrolled, join_path, rebuild, unroll, walk
 
 
 class FlatValue(values.Value, frozen=True):
@@ -53,12 +53,12 @@ class FlatState(Struct):
 def flatten(state: State) -> FlatState:
     """Flatten a described state. A tensor by itself has its name."""
     flat, leaves = FlatState(), state.leaves
-    root = leaves.described(state.tree)
+    root = leaves.describe(state.tree)
     if isinstance(root, Composite):
         # Only its parts have rows and names, so there is nothing to flatten.
         flat.problems.append(f"{LONE_TENSOR_NAME}: a {root.kind} tensor")
         return flat
-    tree = {LONE_TENSOR_NAME: state.tree} if leaves.alone else state.tree
+    tree = {LONE_TENSOR_NAME: state.tree} if leaves.is_single_tensor else state.tree
     unroll(_Flattening(flat, leaves).take(tree, ()))
     if leaves is not NO_LEAVES:
         _match_rows(flat, state)
@@ -68,7 +68,7 @@ def flatten(state: State) -> FlatState:
 def _match_rows(flat: FlatState, state: State) -> None:
     """Compare the flat names with the rows: list arrays that are pickled, and report what would be lost."""
     leaves, names = state.leaves, state.tensors.names
-    for _, name in leaves.doubled:
+    for _, name in leaves.numbered_names:
         # The second row has a number behind its name, so a flat name may lead to the wrong row.
         flat.problems.append(f"{name}: {TWO_THINGS}")
 
@@ -93,8 +93,8 @@ INSIDE = "a tensor inside of a tuple or an object; make it a list or a dict"
 
 def root_problems(state: State) -> list[str]:
     """Return why torch could not load this state as a whole: it loads a dict, and no other root."""
-    root = state.leaves.described(state.tree)
-    if state.leaves.alone or isinstance(root, Mapping | Composite):
+    root = state.leaves.describe(state.tree)
+    if state.leaves.is_single_tensor or isinstance(root, Mapping | Composite):
         return []
     kind = type(root).__name__
     return [f"the state: it is of type {kind}, and torch loads only a dict; save {{'state': …}}"]
@@ -105,7 +105,7 @@ class _Flattening:
 
     def __init__(self, flat: FlatState, leaves: Leaves) -> None:
         self._flat, self._leaves = flat, leaves
-        self._plain = not leaves.irregular and not leaves.composites()
+        self._plain = not leaves.irregular_tensors and not leaves.composites()
 
     def take(self, value: object, path: Path) -> Unrolled[None]:
         inside = self._children(value, path)
@@ -125,12 +125,14 @@ class _Flattening:
             keys = [*map(str, value)]
             if len({*keys}) < len(keys):
                 # Their mappings would become one: {1: {"a": …}, "1": {"b": …}}.
-                self._flat.problems.append(f"{dotted(path) or 'the state'}: two keys are one text")
+                self._flat.problems.append(
+                    f"{join_path(path) or 'the state'}: two keys are one text"
+                )
             return zip(keys, value.values(), strict=True)
         return enumerate(value) if isinstance(value, list) and self._is_entered(value) else None
 
     def _add(self, value: object, path: Path) -> None:
-        flat, made = self._flat, self._leaves.described(value)
+        flat, made = self._flat, self._leaves.describe(value)
         name = ".".join(map(str, path))
         if name in flat.paths:
             flat.problems.append(f"{name}: {TWO_THINGS}")
@@ -145,7 +147,11 @@ class _Flattening:
     def _all_tensors(self, value: Mapping[object, object], path: Path) -> bool:
         """Take a mapping of plain tensors as a whole; False where it is another one, and nothing is done."""
         leaves, flat = self._leaves, self._flat
-        if not self._plain or not value or not leaves.kinds.issuperset(map(type, value.values())):
+        if (
+            not self._plain
+            or not value
+            or not leaves.tensor_types.issuperset(map(type, value.values()))
+        ):
             return False
         before = "".join([f"{key}." for key in path])
         names = {f"{before}{key}": (*path, str(key)) for key in value}
@@ -159,7 +165,7 @@ class _Flattening:
             return value
         return rebuild(
             value,
-            lambda one, _: one if isinstance(one, np.ndarray) else self._leaves.described(one),
+            lambda one, _: one if isinstance(one, np.ndarray) else self._leaves.describe(one),
         )
 
     def _is_entered(self, value: object) -> bool:
@@ -171,7 +177,7 @@ class _Flattening:
             )
         )
         return any(
-            isinstance(leaves.described(one), LazyTensor | Composite | Mapping)
+            isinstance(leaves.describe(one), LazyTensor | Composite | Mapping)
             or leaves.is_tensor(one)
             for one in inside
         )

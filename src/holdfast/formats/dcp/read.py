@@ -20,8 +20,8 @@ from holdfast.core.leaves import name_tensors
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import Description, Foreign, Source
-from holdfast.core.tensor import PLAIN, Composite, LazyTensor, Traits
-from holdfast.core.tree import dotted
+from holdfast.core.tensor import PLAIN_TRAITS, Composite, LazyTensor, Traits
+from holdfast.core.tree import join_path
 from holdfast.core.value import replace
 from holdfast.errors import MetadataError, Unsupported
 from holdfast.formats.dcp.index import (
@@ -111,7 +111,7 @@ def _path(name: str, path: object, limits: Limits, *, most: int) -> tuple[str | 
         elif type(step) is not int or not 0 <= step < most:
             return None
     # Not joined where it cannot be the name: the same long text may stand in every path.
-    return path if characters <= len(name) and dotted(path) == name else None
+    return path if characters <= len(name) and join_path(path) == name else None
 
 
 def _put(
@@ -252,7 +252,9 @@ def describe(source: Source) -> Description:
 def tensor_of(saved: SavedTensor, name: str, items: Items) -> LazyTensor:
     chunks = tuple([chunk_of(piece, name, saved.dtype, items=items) for piece in saved.pieces])
     grad, strides = saved.properties.requires_grad, saved.properties.strides
-    traits = Traits(requires_grad=grad, strides=strides) if grad or strides is not None else PLAIN
+    traits = (
+        Traits(requires_grad=grad, strides=strides) if grad or strides is not None else PLAIN_TRAITS
+    )
     if saved.dtype.kind == "complex":
         # torch saves a lazily conjugated tensor as it lies, and says so only in the item.
         found = {

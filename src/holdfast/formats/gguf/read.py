@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from holdfast.core.chunk import c_strides
 from holdfast.core.protocols import Description, Source
 from holdfast.core.table import RowKind, StoredFile, Table
-from holdfast.core.tensor import NO_CRC, PLAIN, Traits
+from holdfast.core.tensor import NO_CRC, PLAIN_TRAITS, Traits
 from holdfast.engine.files import FileStorages
 from holdfast.errors import HeaderError, StoreError
 from holdfast.formats.gguf.schema import MAGIC, GgufHeader, read_gguf_header
@@ -49,7 +49,7 @@ def _table(headers: Sequence[GgufHeader], source: Source) -> Table:
                 position = positions[like] = len(kinds)
                 strides, own = (
                     c_strides(place.shape, place.dtype.bits),
-                    PLAIN if place.blocks is None else traits[place.blocks],
+                    PLAIN_TRAITS if place.blocks is None else traits[place.blocks],
                 )
                 order = header.byteorder
                 kinds.append(

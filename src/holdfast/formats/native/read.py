@@ -33,7 +33,7 @@ from holdfast.core.protocols import Description, Source
 from holdfast.core.runtime import copy_compactly
 from holdfast.core.strict_json import format_pointer, quote
 from holdfast.core.table import IRREGULAR, RowKind, StoredFile, Table
-from holdfast.core.tensor import PLAIN, LazyTensor
+from holdfast.core.tensor import PLAIN_TRAITS, LazyTensor
 from holdfast.core.tiling import is_shape_tiled_by_columns, is_tiled_by
 from holdfast.core.value import Value, replace
 from holdfast.engine.files import FileStorages
@@ -127,7 +127,7 @@ def stored_tensors(manifest: Parsed, source: Source) -> Stored:
             kind[row] = len(kinds)
             later = entries[names[row]].columns is not None
             kinds.append(
-                RowKind(tensor.dtype, tensor.shape, PLAIN, tensor.nbytes)
+                RowKind(tensor.dtype, tensor.shape, PLAIN_TRAITS, tensor.nbytes)
                 if later
                 else RowKind.from_tensor(tensor)
             )

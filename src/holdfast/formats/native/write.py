@@ -175,7 +175,7 @@ def _checked(state: State) -> tuple[Sequence[int], Mapping[str, object], Sequenc
     table = state.tensors
     sharing, problems = share(table), metadata_problems(state, table)
     notes, fields = sharing.notes(), sharing_fields(sharing)
-    if not state.leaves.flat:
+    if not state.leaves.is_flat:
         encoded = encode_state(state)
         problems += encoded.problems
         notes += encoded.notes

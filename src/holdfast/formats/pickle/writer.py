@@ -33,7 +33,7 @@ import numpy as np
 
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.opaque import Global, Opaque
-from holdfast.core.tree import dotted
+from holdfast.core.tree import join_path
 from holdfast.formats.pickle.plain import PATHS, PLAIN_TYPES, DefaultDict
 from holdfast.formats.pickle.table import ATTRIBUTES
 
@@ -270,7 +270,9 @@ class PickleWriter:
         """A path, that of the value at work unless another is given, for people."""
         steps = self.path if path is None else path
         return (
-            dotted(tuple(k if isinstance(k, str | int) else f"<{type(k).__name__}>" for k in steps))
+            join_path(
+                tuple(k if isinstance(k, str | int) else f"<{type(k).__name__}>" for k in steps)
+            )
             or "the state"
         )
 

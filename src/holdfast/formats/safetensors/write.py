@@ -35,7 +35,7 @@ from holdfast.core.protocols import State
 from holdfast.core.strict_json import INVALID_UNICODE, is_unicode
 from holdfast.core.table import RowKind, Table
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import name_at, walk
+from holdfast.core.tree import join_linked_path, walk
 from holdfast.core.value import Value
 from holdfast.engine.saves import BATCH, FilePlan, Hashing, Late, Literal, SavePlan
 from holdfast.engine.table import segments
@@ -263,7 +263,7 @@ def lay_out_safetensors(
             if table.kinds[table.kind_indices[row]].dtype.name == PAIRS
         }
         fields |= {"dtypes": paired} if paired else {}
-    if not state.leaves.flat:
+    if not state.leaves.is_flat:
         beyond = [] if keep_tree else _not_tensors(state)
         problems += beyond
         if not beyond:
@@ -398,8 +398,8 @@ def _not_tensors(state: State) -> list[str]:
     problems: list[str] = []
     leaves = state.leaves
     plain, more = (
-        {kind for kind in leaves.kinds if not issubclass(kind, LazyTensor)},
-        {*leaves.irregular, *leaves.converted},
+        {kind for kind in leaves.tensor_types if not issubclass(kind, LazyTensor)},
+        {*leaves.irregular_tensors, *leaves.conversions},
     )
 
     def inside(value: object) -> Iterable[tuple[object, object]] | None:
@@ -414,7 +414,7 @@ def _not_tensors(state: State) -> list[str]:
         )
 
     for way, given in walk(state.tree, inside):
-        match leaves.described(given):
+        match leaves.describe(given):
             case LazyTensor(traits=traits):
                 problem = (
                     f"a tensor without data, on the meta device; {HINT}" if traits.meta else ""
@@ -430,7 +430,7 @@ def _not_tensors(state: State) -> list[str]:
             case value:
                 problem = f"{_kind(value)}; {HINT}"
         if problem:
-            problems.append(f"{name_at(way) or 'the state itself'}: {problem}")
+            problems.append(f"{join_linked_path(way) or 'the state itself'}: {problem}")
     return problems
 
 

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from holdfast.core.leaves import name_tensors
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Description, Foreign, Source
-from holdfast.core.tree import step
+from holdfast.core.tree import to_path_key
 from holdfast.core.value import replace
 from holdfast.engine.files import ViewTable
 from holdfast.errors import LimitExceeded, MetadataError, StoreError, Unsupported, error_context
@@ -163,7 +163,7 @@ def _joined(
         for name in tree:
             other = holding.setdefault(name, key)
             if other != key:
-                raise claimed_twice(str(step(name)), [other, key])
+                raise claimed_twice(str(to_path_key(name)), [other, key])
         # The versions of modules (`_metadata`), which torch keeps as an attribute of a state dict.
         for name, value in vars(tree).items() if isinstance(tree, OrderedDict) else ():
             before = vars(made).get(name)
@@ -176,7 +176,7 @@ def _joined(
     if chosen.index is not None and chosen.listed is not None:
         names |= dict.fromkeys(chosen.listed.weight_map)
         check_mapped(chosen.listed.weight_map, trees, chosen.index)
-        more = [str(step(name)) for name in holding if name not in names]
+        more = [str(to_path_key(name)) for name in holding if name not in names]
         if more:
             # transformers loads all that a shard has, whatever the index says.
             notes.append(

@@ -28,9 +28,9 @@ from msgspec import Struct
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides, is_c_ordered
 from holdfast.core.dtype import DTYPES, DType
-from holdfast.core.sharing import overlaps
+from holdfast.core.sharing import find_overlaps
 from holdfast.core.table import RowKind
-from holdfast.core.tensor import PLAIN, LazyTensor, Traits
+from holdfast.core.tensor import PLAIN_TRAITS, LazyTensor, Traits
 from holdfast.core.value import Value, replace
 from holdfast.formats.pickle.writer import TEXT, TUPLES, integer
 from holdfast.formats.torch.composites import UTILS
@@ -89,7 +89,7 @@ class StorageRecord(Struct, eq=False):
     def tensor(self) -> LazyTensor:
         """The tensor whose bytes are written to the record."""
         if self.whole:
-            return replace(self.sample, name=self.name, traits=PLAIN)
+            return replace(self.sample, name=self.name, traits=PLAIN_TRAITS)
         (chunk,) = self.sample.chunks
         dtype = self.sample.dtype
         if self._is_sample(chunk):
@@ -198,7 +198,7 @@ class StorageRecords:
         return [
             pair
             for group in several
-            for pair in overlaps((*record.reached(), record) for record in group)
+            for pair in find_overlaps((*record.reached(), record) for record in group)
         ]
 
 
@@ -288,7 +288,7 @@ def is_usual(kind: RowKind) -> bool:
 
 def is_simple(traits: Traits) -> bool:
     """Whether a tensor is nothing beyond its elements but a Parameter, or one that wants a gradient."""
-    if traits is PLAIN:
+    if traits is PLAIN_TRAITS:
         return True
     odd = traits.meta or traits.conj or traits.neg or traits.buffer
     return not odd and traits.state is None and traits.subclass is None

@@ -17,7 +17,7 @@ from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
 from holdfast.core.table import StoredFile
-from holdfast.core.tensor import PLAIN, LazyTensor
+from holdfast.core.tensor import PLAIN_TRAITS, LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.files import FileStorages
 from holdfast.errors import MetadataError, PickleError, ZipError
@@ -254,7 +254,7 @@ class ArchiveStorages(Storages[LazyTensor]):
             (storage_id.count,),
             (dtype.bits,),
             nbytes,
-            PLAIN,
+            PLAIN_TRAITS,
             self._byteorder,
             storage_id.location,
         )

@@ -14,7 +14,7 @@ from msgspec import Struct
 from holdfast.core.dtype import DType
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.protocols import Source
-from holdfast.core.tensor import PLAIN, Composite, LazyTensor, Traits
+from holdfast.core.tensor import PLAIN_TRAITS, Composite, LazyTensor, Traits
 from holdfast.core.value import replace
 from holdfast.errors import PickleError
 from holdfast.formats.pickle.table import Args, Name, Pending
@@ -140,7 +140,7 @@ class Blank(Pending):
     def finish(self, state: object) -> object:
         match state:
             case (LazyTensor() as storage, offset, size, stride) if self.name.endswith("Tensor"):
-                return strided_view(storage, None, (offset, size, stride), PLAIN)
+                return strided_view(storage, None, (offset, size, stride), PLAIN_TRAITS)
             # The tensor, its creator, hooks, requires_grad, volatile.
             case (LazyTensor() as data, _, _, bool(grad), bool()) if not self.name.endswith(
                 "Tensor"

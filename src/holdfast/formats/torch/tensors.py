@@ -11,7 +11,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
 from holdfast.core.table import RowKind, is_range_inside
-from holdfast.core.tensor import BEYOND, PLAIN, LazyTensor, Traits
+from holdfast.core.tensor import MAX_FILE_OFFSET, PLAIN_TRAITS, LazyTensor, Traits
 from holdfast.engine.files import FileRow
 from holdfast.errors import LimitExceeded, MetadataError, PickleError
 from holdfast.formats.pickle.table import Args
@@ -45,7 +45,7 @@ def view_traits(requires_grad: bool, conj: bool, neg: bool) -> Traits:
     return (
         Traits(requires_grad=requires_grad, conj=conj, neg=neg)
         if requires_grad or conj or neg
-        else PLAIN
+        else PLAIN_TRAITS
     )
 
 
@@ -171,7 +171,7 @@ def strided_view(
     if last < 0:
         first_bit, strides = 0, (0,) * len(shape)
     nbytes = dtype.nbytes(math.prod(shape))
-    if row is None or nbytes >= BEYOND:
+    if row is None or nbytes >= MAX_FILE_OFFSET:
         chunk = Chunk(Box.whole(shape), storage.chunks[0].storage, first_bit, strides)
         return LazyTensor("", dtype, shape, (chunk,), storage.source, traits)
 

@@ -242,15 +242,15 @@ def pickled_rows(state: State) -> PickledRows:
     if shared:
         storage = [IRREGULAR if number in shared else number for number in storage]
     others = (
-        frozenset(type(value) for value, made in leaves.converted.values() if made is not value)
-        - leaves.kinds
+        frozenset(type(value) for value, made in leaves.conversions.values() if made is not value)
+        - leaves.tensor_types
     )
 
     made: dict[int, LazyTensor] = {}
 
     def view(row: int) -> object:
         value = leaves.values[row]
-        found = leaves.described(value)
+        found = leaves.describe(value)
         if found is not value and isinstance(found, LazyTensor | Composite):
             return found
         # The value in the tree is only a place: a lazy tensor there may be of another dtype. One object stays one object.
@@ -263,9 +263,9 @@ def pickled_rows(state: State) -> PickledRows:
         kinds,
         table.kind_indices,
         storage,
-        leaves.kinds,
+        leaves.tensor_types,
         view,
-        leaves.described,
+        leaves.describe,
         others,
     )
 

@@ -19,7 +19,7 @@ from holdfast.core.opaque import Device, Global, Size
 from holdfast.core.protocols import Source
 from holdfast.core.strict_json import describe_json, format_pointer, quote
 from holdfast.core.tensor import Composite, LazyTensor, Traits
-from holdfast.core.tree import Way, path_to
+from holdfast.core.tree import LinkedPath, expand_path
 from holdfast.core.value import replace
 from holdfast.errors import HeaderError, LimitExceeded, MetadataError, PickleError
 from holdfast.formats.pickle.plain import PATH_CHARACTERS, PLAIN_TYPES, DefaultDict
@@ -38,7 +38,7 @@ TRAITS = (*FLAGS, "subclass", "state")
 LEVELS_BELOW = 8
 """Levels of tagged objects below the deepest container that `Limits.depth` allows."""
 
-Reader = Callable[["Decoder", Fields, Way], object]
+Reader = Callable[["Decoder", Fields, LinkedPath], object]
 
 PLAIN = frozenset({str, float, bool, type(None)})
 """JSON values that are read as they are. Integers are not among them: some are too large for other readers."""
@@ -54,7 +54,7 @@ class Decoder:
         self.depth = 0
         self.deepest = source.limits.depth + LEVELS_BELOW
 
-    def node(self, value: object, at: Way) -> object:
+    def node(self, value: object, at: LinkedPath) -> object:
         made: object
         if isinstance(value, dict):
             if self.depth > self.deepest:
@@ -96,14 +96,14 @@ class Decoder:
             refuse("an integer that not every reader of JSON can hold, and no tag", at)
         return value
 
-    def too_deep(self, at: Way) -> NoReturn:
+    def too_deep(self, at: LinkedPath) -> NoReturn:
         raise LimitExceeded(
             f"at {shown(at)}: nested deeper than Limits(depth={self.limits.depth})",
             expected=self.limits.depth,
         )
 
     def entries(
-        self, target: dict[object, object], fields: Fields, at: Way
+        self, target: dict[object, object], fields: Fields, at: LinkedPath
     ) -> dict[object, object]:
         """Fill a dict from `entries`, an object, or from `items`, a list of pairs."""
         entries = fields.get("entries")
@@ -113,7 +113,7 @@ class Decoder:
             for key, inside in entries.items():
                 target[key] = self.node(inside, ((at, "entries"), key))
             return target
-        place: Way = (at, "items")
+        place: LinkedPath = (at, "items")
         for i, pair in enumerate(self.many(fields, "items", at)):
             if not isinstance(pair, list) or len(pair) != 2:
                 refuse(f"expected a pair, found {describe_json(pair)}", (place, i))
@@ -123,7 +123,7 @@ class Decoder:
             target[key] = self.node(pair[1], ((place, i), 1))
         return target
 
-    def members(self, fields: Fields, at: Way) -> set[object]:
+    def members(self, fields: Fields, at: LinkedPath) -> set[object]:
         made: set[object] = set()
         for i, item in enumerate(self.many(fields, "items", at)):
             member = self.key(item, len(made), ((at, "items"), i))
@@ -132,7 +132,7 @@ class Decoder:
             made.add(member)
         return made
 
-    def key(self, value: object, size: int, at: Way) -> object:
+    def key(self, value: object, size: int, at: LinkedPath) -> object:
         """A dict key or a set member; checked before it is hashed."""
         key = self.node(value, at)
         try:
@@ -141,37 +141,37 @@ class Decoder:
             refuse(error.message, at)
         return key
 
-    def many(self, fields: Fields, field: str, at: Way) -> list[object]:
+    def many(self, fields: Fields, field: str, at: LinkedPath) -> list[object]:
         values = fields.get(field)
         if not isinstance(values, list):
             refuse(f"expected a list, found {describe_json(values)}", (at, field))
         return values
 
-    def values(self, fields: Fields, field: str, at: Way) -> list[object]:
+    def values(self, fields: Fields, field: str, at: LinkedPath) -> list[object]:
         return [
             self.node(item, ((at, field), i)) for i, item in enumerate(self.many(fields, field, at))
         ]
 
-    def text(self, fields: Fields, field: str, at: Way) -> str:
+    def text(self, fields: Fields, field: str, at: LinkedPath) -> str:
         value = fields.get(field)
         if not isinstance(value, str):
             refuse(f"expected text, found {describe_json(value)}", (at, field))
         return value
 
-    def any_text(self, fields: Fields, field: str, at: Way) -> str:
+    def any_text(self, fields: Fields, field: str, at: LinkedPath) -> str:
         """Text that may have been tagged because it is not Unicode."""
         value = self.node(fields.get(field), (at, field))
         if not isinstance(value, str):
             refuse(f"expected text, found {describe_json(fields.get(field))}", (at, field))
         return value
 
-    def integer(self, fields: Fields, field: str, at: Way) -> int | None:
+    def integer(self, fields: Fields, field: str, at: LinkedPath) -> int | None:
         value = self.node(fields.get(field), (at, field))
         if value is not None and type(value) is not int:
             refuse(f"expected an integer, found {describe_json(fields.get(field))}", (at, field))
         return value
 
-    def shape(self, fields: Fields, at: Way) -> tuple[int, ...]:
+    def shape(self, fields: Fields, at: LinkedPath) -> tuple[int, ...]:
         lengths = self.many(fields, "shape", at)
         checked = tuple(n for n in lengths if type(n) is int and n >= 0)
         if (
@@ -182,7 +182,7 @@ class Decoder:
             refuse("expected a list of lengths", (at, "shape"))
         return checked
 
-    def traits(self, traits: Traits, fields: Fields, at: Way) -> Traits:
+    def traits(self, traits: Traits, fields: Fields, at: LinkedPath) -> Traits:
         if fields.keys().isdisjoint(TRAITS):
             return traits
         for flag in FLAGS:
@@ -201,16 +201,16 @@ class Decoder:
         )
 
 
-def shown(at: Way) -> str:
-    return format_pointer(*path_to(at))
+def shown(at: LinkedPath) -> str:
+    return format_pointer(*expand_path(at))
 
 
-def refuse(reason: str, at: Way) -> NoReturn:
+def refuse(reason: str, at: LinkedPath) -> NoReturn:
     raise HeaderError(f"at {shown(at)}: {reason}")
 
 
 def check_fields(
-    fields: Fields, at: Way, required: tuple[str, ...], optional: tuple[str, ...]
+    fields: Fields, at: LinkedPath, required: tuple[str, ...], optional: tuple[str, ...]
 ) -> None:
     for field in required:
         if field not in fields:
@@ -226,7 +226,7 @@ FLAVOURS: dict[object, type[PurePosixPath | PureWindowsPath]] = {
 }
 
 
-def read_tensor(d: Decoder, fields: Fields, at: Way) -> object:
+def read_tensor(d: Decoder, fields: Fields, at: LinkedPath) -> object:
     name = d.text(fields, "name", at)
     if name in d.tensors:
         refuse(f"the tensor {quote(name)} stands in the tree twice", (at, "name"))
@@ -259,7 +259,7 @@ def read_tensor(d: Decoder, fields: Fields, at: Way) -> object:
     return tensor
 
 
-def read_composite(d: Decoder, fields: Fields, at: Way) -> object:
+def read_composite(d: Decoder, fields: Fields, at: LinkedPath) -> object:
     objects: dict[str, dict[str, object]] = {}
     for field in ("parts", "attributes"):
         value = fields[field]
@@ -279,7 +279,7 @@ def read_composite(d: Decoder, fields: Fields, at: Way) -> object:
     return Composite(what, shape, parts, objects["attributes"], d.traits(Traits(), fields, at))
 
 
-def read_ordered_dict(d: Decoder, fields: Fields, at: Way) -> object:
+def read_ordered_dict(d: Decoder, fields: Fields, at: LinkedPath) -> object:
     made: dict[object, object] = OrderedDict()
     d.entries(made, fields, at)
     if "metadata" in fields:
@@ -290,7 +290,7 @@ def read_ordered_dict(d: Decoder, fields: Fields, at: Way) -> object:
     return made
 
 
-def read_defaultdict(d: Decoder, fields: Fields, at: Way) -> object:
+def read_defaultdict(d: Decoder, fields: Fields, at: LinkedPath) -> object:
     name = fields["filler"]
     fillers: dict[str, Callable[[], object]] = {"OrderedDict": OrderedDict, **PLAIN_TYPES}
     if name is not None and (not isinstance(name, str) or name not in fillers):
@@ -298,14 +298,14 @@ def read_defaultdict(d: Decoder, fields: Fields, at: Way) -> object:
     return d.entries(DefaultDict(None if name is None else fillers[name]), fields, at)
 
 
-def read_size(d: Decoder, fields: Fields, at: Way) -> object:
+def read_size(d: Decoder, fields: Fields, at: LinkedPath) -> object:
     lengths = d.values(fields, "lengths", at)
     if any(type(n) is not int for n in lengths):
         refuse("expected integers", (at, "lengths"))
     return Size(cast("list[int]", lengths))
 
 
-def read_range(d: Decoder, fields: Fields, at: Way) -> object:
+def read_range(d: Decoder, fields: Fields, at: LinkedPath) -> object:
     values = [d.integer(fields, field, at) for field in BOUNDS]
     if None in values:
         refuse("expected an integer, found null", (at, BOUNDS[values.index(None)]))
@@ -315,7 +315,7 @@ def read_range(d: Decoder, fields: Fields, at: Way) -> object:
     return range(start, stop, step)
 
 
-def read_complex(d: Decoder, fields: Fields, at: Way) -> object:
+def read_complex(d: Decoder, fields: Fields, at: LinkedPath) -> object:
     real, imag = (d.node(fields[field], (at, field)) for field in ("real", "imag"))
     if type(real) is not float or type(imag) is not float:
         refuse("expected two floats", at)
@@ -323,28 +323,28 @@ def read_complex(d: Decoder, fields: Fields, at: Way) -> object:
     return complex(real, imag)
 
 
-def read_dtype(d: Decoder, fields: Fields, at: Way, field: str = "name") -> DType:
+def read_dtype(d: Decoder, fields: Fields, at: LinkedPath, field: str = "name") -> DType:
     dtype = DTYPES.name(d.text(fields, field, at))
     if dtype is None:
         refuse(f"there is no dtype {describe_json(fields[field])}", (at, field))
     return dtype
 
 
-def read_path(d: Decoder, fields: Fields, at: Way) -> object:
+def read_path(d: Decoder, fields: Fields, at: LinkedPath) -> object:
     flavour, text = d.text(fields, "flavour", at), d.any_text(fields, "path", at)
     if flavour not in FLAVOURS or len(text) > PATH_CHARACTERS:
         refuse(f"no path of at most {PATH_CHARACTERS} characters", at)
     return FLAVOURS[flavour](text)
 
 
-def read_array(d: Decoder, fields: Fields, at: Way) -> object:
+def read_array(d: Decoder, fields: Fields, at: LinkedPath) -> object:
     data = scalars.bytes_from(d.text(fields, "base64", at))
     return scalars.array_from(
         data, scalars.dtype_from(fields["dtype"]), d.many(fields, "shape", at), rank=d.limits.rank
     )
 
 
-def read_scalar(d: Decoder, fields: Fields, at: Way) -> object:
+def read_scalar(d: Decoder, fields: Fields, at: LinkedPath) -> object:
     return scalars.scalar_from(
         scalars.bytes_from(d.text(fields, "base64", at)), scalars.dtype_from(fields["dtype"])
     )
@@ -357,7 +357,7 @@ def from_text(field: str, make: Callable[[str], object]) -> Reader:
 def located(read: Reader) -> Reader:
     """A reader that gives the `ValueError`s of `scalars` a place."""
 
-    def with_place(d: Decoder, fields: Fields, at: Way) -> object:
+    def with_place(d: Decoder, fields: Fields, at: LinkedPath) -> object:
         try:
             return read(d, fields, at)
         except (HeaderError, LimitExceeded):
@@ -368,7 +368,7 @@ def located(read: Reader) -> Reader:
     return with_place
 
 
-def read_global(d: Decoder, fields: Fields, at: Way) -> object:
+def read_global(d: Decoder, fields: Fields, at: LinkedPath) -> object:
     return Global(d.any_text(fields, "module", at), d.any_text(fields, "name", at))
 
 
@@ -418,7 +418,7 @@ def decode_tree(
     `tensor` gives the tensor of a name, or raises `KeyError`. `at` is the place of the value in its document. Raises
     `HeaderError`, `MetadataError` for impossible composites, or `LimitExceeded`.
     """
-    place: Way = None
+    place: LinkedPath = None
     for part in at:
         place = (place, part)
     decoder = Decoder(tensor, source)

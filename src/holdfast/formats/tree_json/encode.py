@@ -27,7 +27,7 @@ from holdfast.core.protocols import State
 from holdfast.core.strict_json import INVALID_UNICODE, is_unicode
 from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor, Traits
-from holdfast.core.tree import Path, dotted, step
+from holdfast.core.tree import Path, join_path, to_path_key
 from holdfast.core.value import Value
 from holdfast.engine.table import NO_TENSORS
 from holdfast.errors import LimitExceeded, PickleError
@@ -154,14 +154,14 @@ class Encoder:
             # A long key stands in every path below it.
             self.unlisted += 1
         else:
-            self.problems.append(f"{dotted(path) or 'the state itself'}: {what}")
+            self.problems.append(f"{join_path(path) or 'the state itself'}: {what}")
         return None
 
     def node(self, value: object, path: Path) -> object:
         self.steps += 1
         kind, given = type(value), value
         if kind not in PLAIN and kind not in CONTAINERS:
-            value = self.found.described(value)
+            value = self.found.describe(value)
             kind = type(value)
             if self.found.is_tensor(value) and not isinstance(value, LazyTensor):
                 return self.next_tensor(value) or self.problem(path, UNNAMED)
@@ -175,7 +175,7 @@ class Encoder:
         self, values: Iterable[object], keys: Iterable[object], path: Path
     ) -> Iterator[object]:
         """Yield the JSON of values one after the other. `keys` and `path` give their places."""
-        tensor_types = self.found.kinds
+        tensor_types = self.found.tensor_types
         for value, key in zip(values, keys, strict=False):
             kind = type(value)
             if kind in tensor_types:
@@ -192,7 +192,7 @@ class Encoder:
                 self.steps += 1
                 yield value
                 continue
-            yield self.node(value, (*path, step(key)))
+            yield self.node(value, (*path, to_path_key(key)))
 
     def next_tensor(self, value: object) -> dict[str, object] | None:
         """Return the node of a value if it is the next tensor, and needs only its name and flags."""
@@ -282,7 +282,7 @@ class Encoder:
                 self.steps += 1
                 key_nodes.append(cast("object", key))
             else:
-                key_nodes.append(self.key(key, position, (*path, step(key))))
+                key_nodes.append(self.key(key, position, (*path, to_path_key(key))))
         return {
             "items": _shortened(
                 [*zip(key_nodes, self.nodes(value.values(), value, path), strict=True)]
@@ -291,7 +291,7 @@ class Encoder:
 
     def members(self, values: Iterable[object], path: Path) -> list[object]:
         """The members of a set, in an order that does not depend on this process."""
-        made = [self.key(value, i, (*path, step(value))) for i, value in enumerate(values)]
+        made = [self.key(value, i, (*path, to_path_key(value))) for i, value in enumerate(values)]
         return made if self.problems else sorted(made, key=msgspec.json.encode)
 
     def key(self, key: object, size: int, path: Path) -> object:

@@ -35,7 +35,7 @@ from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import ReadProfile, Request
 from holdfast.core.runtime import bind_weakly, make_fork_safe
-from holdfast.core.tensor import PLAIN, FileRange, LazyTensor, Traits
+from holdfast.core.tensor import PLAIN_TRAITS, FileRange, LazyTensor, Traits
 from holdfast.engine.blocks import contiguous_blocks, contiguous_bytes
 from holdfast.engine.saves import Data
 from holdfast.engine.source import OpenSource
@@ -122,7 +122,9 @@ class GpuSource(OpenSource):
         super().__init__(self.memory)
         self._turns = threading.BoundedSemaphore(MOST_BLOCKS)
 
-    def tensor(self, tensor: torch.Tensor, dtype: DType, traits: Traits = PLAIN) -> LazyTensor:
+    def tensor(
+        self, tensor: torch.Tensor, dtype: DType, traits: Traits = PLAIN_TRAITS
+    ) -> LazyTensor:
         place = self.memory.add(tensor.untyped_storage())
         shape = tuple(tensor.shape)
         bits = tensor.element_size() * 8

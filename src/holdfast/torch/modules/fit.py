@@ -23,7 +23,7 @@ from holdfast.core.chunk import has_overlapping_elements
 from holdfast.core.quantities import describe_value
 from holdfast.core.table import RowKind, Table
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import Unrolled, Way, mapped_children, name_at, unroll
+from holdfast.core.tree import LinkedPath, Unrolled, get_mapping_children, join_linked_path, unroll
 from holdfast.core.value import Value
 from holdfast.errors import BadArgumentType
 from holdfast.torch.modules.match import (
@@ -159,13 +159,13 @@ def _loads_itself(module: nn.Module, prefix: str, is_current: IsCurrent) -> bool
     return not (own.__module__.startswith(OWN) and is_current(prefix, module))
 
 
-def _slots_in(value: object, way: Way, found: list[Slot], above: set[int]) -> Unrolled[None]:
+def _slots_in(value: object, way: LinkedPath, found: list[Slot], above: set[int]) -> Unrolled[None]:
     if id(value) in above:
-        raise ValueError(f"{name_at(way)} contains itself")
+        raise ValueError(f"{join_linked_path(way)} contains itself")
     above.add(id(value))
-    for key, inner in mapped_children(value) or ():
+    for key, inner in get_mapping_children(value) or ():
         if isinstance(inner, torch.Tensor):
-            found.append(Slot(name_at((way, key)), inner, value, key))
+            found.append(Slot(join_linked_path((way, key)), inner, value, key))
         elif isinstance(inner, Mapping | list | tuple):
             yield _slots_in(inner, (way, key), found, above)
     above.remove(id(value))

@@ -23,7 +23,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DType
-from holdfast.core.notebook import Shown
+from holdfast.core.notebook import NotebookResult
 from holdfast.core.options import validate_arguments
 from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
@@ -73,7 +73,7 @@ LISTED = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded(Shown):
+class Loaded(NotebookResult):
     """What was loaded. Print it."""
 
     path: str

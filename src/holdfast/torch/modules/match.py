@@ -27,7 +27,7 @@ from msgspec import Struct
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.match import Overlaps, find_overlaps, match_rows
-from holdfast.core.sharing import identity
+from holdfast.core.sharing import identify_view
 from holdfast.core.table import IRREGULAR, RowKind, Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path
@@ -406,7 +406,7 @@ def _differ(one: Match[PlaceT], other: Match[PlaceT], table: Table, rules: Rules
     a, b = one.source(table), other.source(table)
     if not (isinstance(a, LazyTensor) and isinstance(b, LazyTensor)):
         return a is not b
-    if identity(a) == identity(b):
+    if identify_view(a) == identify_view(b):
         return False
     boxes = [box for box, _ in rules.parts(one.places[0]) if box.count]
     cut = [

@@ -13,7 +13,7 @@ from typing import Any, cast
 import msgspec
 from torch.distributed.checkpoint import metadata as m
 
-from holdfast.core.tree import every_child, walk
+from holdfast.core.tree import get_keys_and_values, walk
 from holdfast.engine.stream import write_stream
 from holdfast.engine.table import value_state
 from holdfast.formats.dcp.flatten import FlatState, FlatValue
@@ -37,7 +37,7 @@ def digest(value: FlatValue) -> bytes:
     # A pickle of equal values may differ: it tells whether two equal strings in them are one object.
     content = _pickled(value.raw) if encoded.problems else msgspec.json.encode(encoded.value)
     if NUMPY_TAG in content and any(
-        ends_in_nul(one) for _, one in walk(value.described, every_child)
+        ends_in_nul(one) for _, one in walk(value.described, get_keys_and_values)
     ):
         raise ValueError(ENDS_IN_NUL)
     return hashlib.blake2b(content, digest_size=16).digest()
@@ -63,7 +63,8 @@ def archive(value: FlatValue) -> bytes:
     """The bytes of `torch.save` for it; later changes of the object do not reach them."""
     # Values of an open checkpoint stand for torch's own, and are written as those.
     opened = any(
-        type(one).__module__.split(".")[0] == "holdfast" for _, one in walk(value.raw, every_child)
+        type(one).__module__.split(".")[0] == "holdfast"
+        for _, one in walk(value.raw, get_keys_and_values)
     )
     plan = (
         lay_out_torch_zip(value_state(value.described)) if opened else plan_object(value.raw, None)

@@ -37,12 +37,12 @@ from holdfast.core.documents import (
     write_document,
 )
 from holdfast.core.group import UNCHANGED, Ranks, check_same_checkpoint, joint_phase
-from holdfast.core.notebook import Shown
+from holdfast.core.notebook import NotebookResult
 from holdfast.core.opaque import AnyValue
 from holdfast.core.options import DEADLINE, validate_arguments
 from holdfast.core.protocols import Request
 from holdfast.core.runtime import gc_paused
-from holdfast.core.tree import dotted, leaf_paths
+from holdfast.core.tree import iterate_leaves, join_path
 from holdfast.core.value import Value
 from holdfast.engine.checksums import check_before_reading
 from holdfast.engine.source import OpenSource
@@ -79,7 +79,7 @@ Guard = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedShards(Shown):
+class LoadedShards(NotebookResult):
     """What a load did on this rank."""
 
     path: str
@@ -367,7 +367,7 @@ def _judge(messages: Sequence[bytes], replicated: Replicated, *, remote: bool) -
 
 def _names_in(state: object) -> list[str]:
     """The dotted names of the leaves of a state, for "auto"."""
-    return [dotted(path) for path, _ in leaf_paths(state)]
+    return [join_path(path) for path, _ in iterate_leaves(state)]
 
 
 def _bits(names: Names) -> bytes:

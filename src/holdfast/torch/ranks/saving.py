@@ -25,10 +25,10 @@ import numpy as np
 from holdfast.core.arrays import Ints
 from holdfast.core.documents import message_type, read_document, write_document
 from holdfast.core.group import Ranks
-from holdfast.core.notebook import Shown
+from holdfast.core.notebook import NotebookResult
 from holdfast.core.protocols import State
 from holdfast.core.runtime import gc_paused
-from holdfast.core.sharing import tied
+from holdfast.core.sharing import find_ties
 from holdfast.core.strict_json import is_unicode
 from holdfast.core.table import Table
 from holdfast.core.value import Value, replace
@@ -109,7 +109,7 @@ class SaveRequest(Value, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class SavedShards(Shown):
+class SavedShards(NotebookResult):
     """What a sharded save did, as one rank saw it."""
 
     path: str
@@ -208,7 +208,7 @@ class ShardedSave(JointSave):
                 if format.keeps == "items":
                     self._digests = digests(self._flat)
                 self._description = self._make_description(used_patterns)
-                shared = {} if format.keeps == "tensors" else tied(table)
+                shared = {} if format.keeps == "tensors" else find_ties(table)
                 self._aliases = [
                     (table.names[row], table.names[first])
                     for row, first in shared.items()
@@ -226,7 +226,7 @@ class ShardedSave(JointSave):
         problems = list(flat.problems)
         if keeps == "items":
             problems += root_problems(state)
-        if keeps == "state" and not state.leaves.flat:
+        if keeps == "state" and not state.leaves.is_flat:
             encoded = encode_state(state)
             problems += encoded.problems
             tree = msgspec.json.encode(encoded.value)

@@ -24,7 +24,7 @@ from holdfast.core.chunk import Chunk, c_strides
 from holdfast.core.protocols import Request, Store, group_by_source
 from holdfast.core.table import IRREGULAR, RowKind, Storages, Table
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import mapped_children, name_at, walk
+from holdfast.core.tree import get_mapping_children, join_linked_path, walk
 from holdfast.core.value import Value, replace
 from holdfast.engine.arrays import Resident
 from holdfast.engine.blocks import mapped_bytes
@@ -65,7 +65,7 @@ def versions(state: object) -> Versions:
         tensors: list[torch.Tensor] = []
         if isinstance(value, torch.Tensor) or is_sharded(value):
             parts = (
-                [part.tensor for part in shards_of(value, name_at(way)).parts]
+                [part.tensor for part in shards_of(value, join_linked_path(way)).parts]
                 if is_sharded(value)
                 else []
             )
@@ -86,7 +86,7 @@ def versions(state: object) -> Versions:
 def _inside(value: object) -> Iterable[tuple[object, object]] | None:
     if isinstance(value, torch.Tensor) or is_sharded(value):
         return None
-    return () if _all_plain(value) else mapped_children(value)
+    return () if _all_plain(value) else get_mapping_children(value)
 
 
 def _all_plain(value: object) -> bool:

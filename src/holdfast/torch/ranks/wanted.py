@@ -27,18 +27,18 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.table import RowKind
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import (
+    LinkedPath,
     Path,
     Unrolled,
-    Way,
-    children,
-    dotted,
-    mapped_children,
-    name_ends,
-    plainly,
+    find_name_ends,
+    get_children,
+    get_mapping_children,
+    iterate_values,
+    join_path,
+    make_plain_container,
     rebuild,
-    rebuilt,
+    replace_children,
     unroll,
-    values_inside,
 )
 from holdfast.core.value import Value
 from holdfast.engine.arrays import Resident
@@ -104,9 +104,9 @@ class Wanted(Outcome):
         for put, value in self.put:
             put(value)
         for put, old, items in self.tuples:
-            put(rebuilt(old, items))
+            put(replace_children(old, items))
         for _, target, state in sorted(
-            self.stateful, key=lambda found: (-len(found[0]), dotted(found[0]))
+            self.stateful, key=lambda found: (-len(found[0]), join_path(found[0]))
         ):
             target.load_state_dict(state)
 
@@ -168,7 +168,7 @@ class Matching:
     # The state: every leaf. Lists and tuples without tensors are leaves; an array is a tensor over its memory.
 
     def _enter(self, value: Stateful, at: Path, *, found: list[Leaf]) -> Unrolled[None]:
-        under = dotted((*at, ""))
+        under = join_path((*at, ""))
         named = plainly_named(
             value, ask=_state_dict, there=lambda name: under + name in self._names
         )
@@ -186,7 +186,7 @@ class Matching:
             yield self._enter(cast(Stateful, inner), at, found=found)
             self._request.remove(id(inner))
         elif id(inner) in self._around:
-            raise ValueError(f"{dotted(at)} contains itself")
+            raise ValueError(f"{join_path(at)} contains itself")
         elif isinstance(inner, Mapping):
             self._around.add(id(inner))
             others = {key: item for key, item in inner.items() if type(item) not in PLAIN}
@@ -197,7 +197,7 @@ class Matching:
             objects = dict.fromkeys(stateful_keys(others))
             for key in objects:
                 yield self._walk(inner[key], (*at, steps[key]), found=found)
-            under = dotted((*at, "")) if len(others) < len(inner) else ""
+            under = join_path((*at, "")) if len(others) < len(inner) else ""
             for key, item in inner.items():
                 if key not in others:
                     step = steps[key]
@@ -217,16 +217,16 @@ class Matching:
                 self._wanted.tuples.append((put, inner, items))
             self._around.remove(id(inner))
         elif isinstance(inner, np.ndarray) and (tensor := _over(inner)) is not None:
-            found.append(Leaf(at, dotted(at), tensor, put))
+            found.append(Leaf(at, join_path(at), tensor, put))
         else:
-            parts = shards_of(inner, dotted(at)) if is_sharded(inner) else None
-            found.append(Leaf(at, dotted(at), cast(torch.Tensor, inner), put, parts))
+            parts = shards_of(inner, join_path(at)) if is_sharded(inner) else None
+            found.append(Leaf(at, join_path(at), cast(torch.Tensor, inner), put, parts))
 
     def _has_tensors(self, value: object) -> bool:
         """Whether a list or tuple holds a tensor, an array or an object with a state. Each container is looked at once."""
         tensors = (np.ndarray, torch.Tensor, LazyTensor, Composite)
 
-        def made(container: object, children: list[object], _: Way) -> bool:
+        def made(container: object, children: list[object], _: LinkedPath) -> bool:
             self._held[id(container)] = container, any(children)
             return any(children)
 
@@ -234,8 +234,8 @@ class Matching:
             rebuild(
                 value,
                 lambda one, _: isinstance(one, tensors) or is_sharded(one) or is_stateful(one),
-                inside=lambda one: None if is_stateful(one) else mapped_children(one),
-                make=made,
+                get_children=lambda one: None if is_stateful(one) else get_mapping_children(one),
+                make_container=made,
             )
         return self._held[id(value)][1]
 
@@ -244,11 +244,11 @@ class Matching:
     def _find(self, path: Path) -> tuple[str, object]:
         """The value at a path, or at the path of this rank; behind its name, without the prefix."""
         key = rank_key(self._rank, self._size)
-        for name, place in chain([(dotted(path), path)], marked(path, key)):
+        for name, place in chain([(join_path(path), path)], marked(path, key)):
             found = self._names.find(name, place)
             if found is not ABSENT and not _by_rank(found):
                 return name, found
-        return dotted(path), ABSENT
+        return join_path(path), ABSENT
 
     def absent(self, leaves: Sequence[Leaf]) -> None:
         for leaf in leaves:
@@ -257,7 +257,7 @@ class Matching:
     def _absent(self, leaf: Leaf) -> None:
         """Report a leaf that the checkpoint lacks; perhaps it is there for other numbers of ranks."""
         sizes = set[int]()
-        for i, end in enumerate(name_ends(leaf.path), 1):
+        for i, end in enumerate(find_name_ends(leaf.path), 1):
             above = leaf.name[:end]
             node = self._names.value(above, leaf.path[:i])
             sizes |= {
@@ -299,7 +299,7 @@ class Matching:
         name, found = self._find(leaf.path)
         if found is ABSENT:
             self._absent(leaf)
-        elif any(isinstance(inner, LazyTensor | Composite) for inner in values_inside(found)):
+        elif any(isinstance(inner, LazyTensor | Composite) for inner in iterate_values(found)):
             wanted.mismatched[leaf.name] = (
                 f"the checkpoint has tensors here, and the state a {type(leaf.value).__name__}"
             )
@@ -448,7 +448,7 @@ def _by_names(checkpoint: Checkpoint, under: str) -> dict[object, object]:
 def _room(value: object, parameter: torch.Tensor) -> object:
     """A nested state of the same form, with tensors that are not filled and None for all values."""
 
-    def empty(inner: object, _: Way) -> torch.Tensor | None:
+    def empty(inner: object, _: LinkedPath) -> torch.Tensor | None:
         if not isinstance(inner, LazyTensor):
             return None
         dtype = torch_dtype(inner.dtype)
@@ -461,6 +461,6 @@ def _room(value: object, parameter: torch.Tensor) -> object:
     return rebuild(
         value,
         empty,
-        inside=lambda inner: children(inner) if isinstance(inner, dict | list) else None,
-        make=plainly,
+        get_children=lambda inner: get_children(inner) if isinstance(inner, dict | list) else None,
+        make_container=make_plain_container,
     )

@@ -32,7 +32,13 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from holdfast.core.tree import MOST_LEAVES, Way, mapped_children, plainly, rebuild
+from holdfast.core.tree import (
+    MAX_LEAVES,
+    LinkedPath,
+    get_mapping_children,
+    make_plain_container,
+    rebuild,
+)
 from holdfast.errors import DoesNotFit, NoSuchTensor, Refused
 from holdfast.torch.sparsity.fake import (
     FakeSparsity,
@@ -585,16 +591,22 @@ def _check_masks(state: State, groups: Iterable[Group]) -> None:
 
 def plain(value: object) -> object:
     """A copy of a value, with dicts of all kinds as plain ones. Raises `LimitExceeded` for one that contains itself."""
-    return rebuild(value, _copied, inside=_entered, make=plainly, most=MOST_LEAVES)
+    return rebuild(
+        value,
+        _copied,
+        get_children=_entered,
+        make_container=make_plain_container,
+        max_values=MAX_LEAVES,
+    )
 
 
-def _copied(value: object, _: Way) -> object:
+def _copied(value: object, _: LinkedPath) -> object:
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _entered(value: object) -> Iterable[tuple[object, object]] | None:
     if isinstance(value, Mapping) or type(value) in (list, tuple):
-        return mapped_children(value)
+        return get_mapping_children(value)
     return enumerate(value) if type(value) is set else None
 
 

@@ -28,7 +28,12 @@ from holdfast.core.chunk import Chunk, Storage, c_strides, has_overlapping_eleme
 from holdfast.core.dtype import WIDEST_NBYTES, DType
 from holdfast.core.protocols import Source
 from holdfast.core.runtime import gc_paused
-from holdfast.core.sharing import SpanGroup, check_expansion, disjoint_groups, shared_rows
+from holdfast.core.sharing import (
+    RangeGroup,
+    check_expansion,
+    find_shared_rows,
+    group_overlapping_ranges,
+)
 from holdfast.core.table import IRREGULAR, RowKind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
@@ -384,7 +389,7 @@ def plan_regions(tensors: Mapping[str, LazyTensor], *, keep_expanded: bool = Fal
     if len(tensors) < 2:
         return regions
     table = _rejoined(tabulate([*tensors], [*tensors.values()]), regions.notes)
-    shared, names = shared_rows([table]), table.names
+    shared, names = find_shared_rows([table]), table.names
     for number, rows in shared.groups():
         lazies = {names[row]: table.lazy_tensor(row) for row in rows}
         storage = shared.storage_of(number, lazies[names[rows[0]]], rows[0])
@@ -428,7 +433,7 @@ def _rejoined(table: Table, notes: list[str]) -> Table:
         for number, kind in enumerate(table.kinds)
         if kind.traits.alias is not None and not kind.traits.meta
     }
-    groups = shared_rows([table], stored_aliases=True).groups() if aliased else ()
+    groups = find_shared_rows([table], stored_aliases=True).groups() if aliased else ()
     rows = [row for _, members in groups for row in members if table.kind_indices[row] in aliased]
     if not rows:
         return table
@@ -483,9 +488,9 @@ def _regions(
         )
 
     if allowed(storage.nbytes, members):
-        found = [SpanGroup(0, storage.nbytes, list(members))]
+        found = [RangeGroup(0, storage.nbytes, list(members))]
     else:
-        found = disjoint_groups(
+        found = group_overlapping_ranges(
             (*tensor.chunks[0].byte_range(tensor.dtype), name) for name, tensor in members.items()
         )
     for group in found:

@@ -16,7 +16,7 @@ import torch
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DTYPES, DType
-from holdfast.core.tensor import PLAIN, LazyTensor
+from holdfast.core.tensor import PLAIN_TRAITS, LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.numeric.cast import OUTCOMES, count_losses
 from holdfast.torch import versions
@@ -56,7 +56,7 @@ def in_file_order(one: Fill, chunk: Chunk) -> tuple[LazyTensor, torch.Tensor]:
     moved = Chunk(
         Box.whole(shape), chunk.storage, chunk.offset, tuple(chunk.strides[d] for d in order)
     )
-    lazy = replace(one.lazy, shape=shape, chunks=(moved,), traits=PLAIN)
+    lazy = replace(one.lazy, shape=shape, chunks=(moved,), traits=PLAIN_TRAITS)
     return lazy, (one.target[chunk.box.slices] if chunk.box.rank else one.target).permute(order)
 
 

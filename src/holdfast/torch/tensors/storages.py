@@ -18,7 +18,7 @@ from holdfast.core.arrays import Ints
 from holdfast.core.dtype import DTYPES
 from holdfast.core.runtime import memories_at, memory_at
 from holdfast.core.table import RowKind, StorageMoved, separate_outside_rows
-from holdfast.core.tensor import PLAIN, Traits
+from holdfast.core.tensor import PLAIN_TRAITS, Traits
 from holdfast.core.value import replace
 from holdfast.engine.saves import Data, Memory
 from holdfast.engine.table import Tabulated
@@ -35,7 +35,7 @@ ATTRIBUTES = object.__getstate__
 CPU = "cpu"
 
 TRAITS: dict[tuple[bool, type], Traits] = {
-    (False, torch.Tensor): PLAIN,
+    (False, torch.Tensor): PLAIN_TRAITS,
     (False, torch.nn.Parameter): Traits(parameter=True),
     (True, torch.Tensor): Traits(requires_grad=True),
     (True, torch.nn.Parameter): Traits(requires_grad=True, parameter=True),

@@ -13,8 +13,8 @@ from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Device, Size
 from holdfast.core.runtime import memory_at
-from holdfast.core.tensor import PLAIN, Composite, LazyTensor, Traits
-from holdfast.core.tree import Path, dotted
+from holdfast.core.tensor import PLAIN_TRAITS, Composite, LazyTensor, Traits
+from holdfast.core.tree import Path, join_path
 from holdfast.core.value import replace
 from holdfast.engine.arrays import Resident
 from holdfast.errors import Unsupported
@@ -35,7 +35,7 @@ def torch_leaf(resident: Resident) -> Callable[[object, Path], object]:
     def convert(value: object, path: Path) -> object:
         match value:
             case _ if is_sharded(value):
-                return _sharded(cast(torch.Tensor, value), memories, name=dotted(path))
+                return _sharded(cast(torch.Tensor, value), memories, name=join_path(path))
             case torch.Tensor():
                 return _tensor(value, memories)
             case torch.Size():
@@ -64,7 +64,7 @@ def _traits(tensor: torch.Tensor) -> Traits:
         bool(getattr(tensor, "requires_grad", False)),
         isinstance(tensor, torch.nn.Parameter),
     )
-    return Traits(requires_grad=grad, parameter=parameter) if grad or parameter else PLAIN
+    return Traits(requires_grad=grad, parameter=parameter) if grad or parameter else PLAIN_TRAITS
 
 
 def _tensor(tensor: torch.Tensor, memories: Memories) -> LazyTensor | Composite:

@@ -10,12 +10,12 @@ from holdfast.core.dtype import DType
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import (
-    Way,
-    every_child,
-    module_contents,
+    LinkedPath,
+    copy_with_children,
+    get_keys_and_values,
+    iterate_values,
+    list_module_contents,
     rebuild,
-    remade,
-    values_inside,
     walk,
 )
 from holdfast.errors import LimitExceeded
@@ -83,7 +83,7 @@ def _child(value: object, key: str) -> object:
         case list() | tuple():
             return value[number] if number is not None and number < len(value) else ABSENT
         case Opaque():
-            groups = module_contents(value) or ()
+            groups = list_module_contents(value) or ()
             found = (
                 group[key]
                 for group, _ in groups
@@ -98,20 +98,20 @@ def lazy_tensors(tree: object) -> Iterator[LazyTensor]:
     """Every lazy tensor in a tree that `torch_tree` would replace, each object once; not the parts of composites."""
     return iter(
         {
-            id(value): value for value in values_inside(tree) if isinstance(value, LazyTensor)
+            id(value): value for value in iterate_values(tree) if isinstance(value, LazyTensor)
         }.values()
     )
 
 
 def opaque_inside(tree: object) -> bool:
     """Whether a tree has an object that was not built."""
-    return any(isinstance(value, Opaque) for value in values_inside(tree))
+    return any(isinstance(value, Opaque) for value in iterate_values(tree))
 
 
 def unbuilt(value: object) -> str | None:
     """Why a value cannot be built; None where it can. Picklers are recursive, so levels are counted."""
     try:
-        inside = (inner for _, inner in walk(value, every_child, depth=DEEPEST))
+        inside = (inner for _, inner in walk(value, get_keys_and_values, max_depth=DEEPEST))
         found = next((inner for inner in inside if isinstance(inner, Opaque | Global)), None)
     except LimitExceeded:
         return f"a value that is nested deeper than {DEEPEST} levels"
@@ -126,7 +126,7 @@ def torch_tree(tree: object, tensor: Callable[[LazyTensor | Composite], torch.Te
     """
     made: dict[int, object] = {}
 
-    def leaf(value: object, _: Way) -> object:
+    def leaf(value: object, _: LinkedPath) -> object:
         match value:
             case LazyTensor() | Composite():
                 if id(value) not in made:
@@ -140,7 +140,7 @@ def torch_tree(tree: object, tensor: Callable[[LazyTensor | Composite], torch.Te
                 return torch.device(str(value))
         return value
 
-    return rebuild(tree, leaf, make=remade)
+    return rebuild(tree, leaf, make_container=copy_with_children)
 
 
 def _with_traits(tensor: torch.Tensor, traits: Traits) -> torch.Tensor:

@@ -11,7 +11,7 @@ from holdfast.core.opaque import Global, Opaque
 from holdfast.core.patterns import Glob, compile_glob
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.text import clip
-from holdfast.core.tree import Way, walk
+from holdfast.core.tree import LinkedPath, walk
 from holdfast.core.value import Value, replace
 from holdfast.errors import BadArgument, NoSuchPath, StoreError
 from holdfast.formats.pickle.recording import Seen
@@ -201,7 +201,7 @@ def places_of(tree: object) -> dict[str, tuple[str, ...]]:
     return {str(what): tuple(paths) for what, paths in found.items()}
 
 
-def _add_place(paths: list[str], way: Way) -> None:
+def _add_place(paths: list[str], way: LinkedPath) -> None:
     if len(paths) < PLACES:
         keys: list[str] = []
         while way is not None and len(keys) < MOST_KEYS:

@@ -24,7 +24,7 @@ from msgspec import field as value_field
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.group import ALONE, Ranks, begin, compare_marks, joint_phase, shared_errors
-from holdfast.core.notebook import Shown
+from holdfast.core.notebook import NotebookResult
 from holdfast.core.options import CopyConfig, Progress, pick_fields
 from holdfast.core.protocols import Store
 from holdfast.core.quantities import Size, parse_nbytes
@@ -114,7 +114,7 @@ class Writing(Value, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved(Shown):
+class Saved(NotebookResult):
     """The result of a function that writes: the files that it wrote, or in a dry run would write."""
 
     path: str

@@ -25,14 +25,22 @@ from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk
 from holdfast.core.leaves import CONTAINERS, DICTS, Leaves, find_leaves
-from holdfast.core.leaves import Leaf as RowLeaf
+from holdfast.core.leaves import RowLeaf as RowLeaf
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.protocols import State
 from holdfast.core.quantities import describe_value
 from holdfast.core.registry import find_hook
 from holdfast.core.table import IRREGULAR, RowKind, Table
-from holdfast.core.tensor import PLAIN, Composite, LazyTensor
-from holdfast.core.tree import MOST_CALLS, Path, Way, mapped_children, rebuild, rebuilt, values_of
+from holdfast.core.tensor import PLAIN_TRAITS, Composite, LazyTensor
+from holdfast.core.tree import (
+    MAX_CALLS,
+    LinkedPath,
+    Path,
+    get_mapping_children,
+    get_values,
+    rebuild,
+    replace_children,
+)
 from holdfast.core.value import Value, replace
 from holdfast.engine.arrays import ARRAY_TYPES, Resident, tabulate_arrays
 from holdfast.engine.files import FileStorages
@@ -89,10 +97,10 @@ def tabulate_tree(
     leaves = find_leaves(tree, [*kinds, *LAZY_TYPES], describing.convert, depth)
     table = describing.tabulate(leaves)
     if leaves.problems:
-        leaves.refuse()
-    leaves.marked = are_marked(table)
+        leaves.raise_problems()
+    leaves.has_traits = are_marked(table)
     notes: tuple[str, ...] = ()
-    if "torch" in sys.modules and (describing.others or leaves.places):
+    if "torch" in sys.modules and (describing.others or leaves.converted_leaves):
         notes = _unkept_notes(leaves, table, describing.others)
     return State(tree, table, leaves, dict(metadata or {}), notes)
 
@@ -111,8 +119,8 @@ def _unkept_notes(leaves: Leaves, table: Table, others: Iterable[int]) -> tuple[
     unkept = find_hook("unkept")
     unkept_names: dict[str, list[str]] = {}
     described_rows = [(row, table.names[row], leaves.values[row]) for row in others]
-    for name, value in leaves.places:
-        made = leaves.described(value)
+    for name, value in leaves.converted_leaves:
+        made = leaves.describe(value)
         first = (
             next((f"{name}.{part}" for part, _ in made.children()), name)
             if isinstance(made, Composite)
@@ -256,8 +264,8 @@ class _Describing:
             if isinstance(lazy, Composite):
                 wholes[row] = lazy
             elif isinstance(lazy, LazyTensor):
-                self.others[row] = leaves.irregular[id(value)] = lazy
-        leaves.refuse()
+                self.others[row] = leaves.irregular_tensors[id(value)] = lazy
+        leaves.raise_problems()
         if not wholes:
             return parts
         grown = np.ones(len(leaves.values), np.int64)
@@ -269,7 +277,7 @@ class _Describing:
             self.others |= {
                 place[row] + at: tensor for at, (_, tensor) in enumerate(whole.children())
             }
-        leaves.take_apart(wholes)
+        leaves.replace_with_parts(wholes)
         return [replace(part, rows=[place[row] for row in part.rows]) for part in parts]
 
     def _join(self, leaves: Leaves, parts: list[Tabulated]) -> Table:
@@ -405,9 +413,9 @@ def state_dicts(state: object) -> object:
             return rebuild(
                 state,
                 lambda value, _: value,
-                inside=taking.inside,
-                make=taking.made,
-                depth=MOST_CALLS,
+                get_children=taking.inside,
+                make_container=taking.made,
+                max_depth=MAX_CALLS,
             )
         containers: list[Any] = [value for value in level if type(value) in CONTAINERS]
         inner = dict(zip(map(id, containers), containers, strict=True))
@@ -442,18 +450,18 @@ class Taking:
             self._stateful.add(id(value))
             # Called when it is entered: what contains itself is not called again.
             return ((None, plainly_named(cast(Stateful, one)).state_dict()) for one in (value,))
-        if type(value) in USUAL_TYPES and self._leaves.issuperset(map(type, values_of(value))):
+        if type(value) in USUAL_TYPES and self._leaves.issuperset(map(type, get_values(value))):
             return None
         if isinstance(value, Mapping) and (first := stateful_keys(value)):
             self._keys[id(value)] = keys = [*dict.fromkeys(chain(first, value))]
             return ((key, value[key]) for key in keys)
         return (
-            mapped_children(value)
+            get_mapping_children(value)
             if isinstance(value, Mapping) or type(value) in (list, tuple)
             else None
         )
 
-    def made(self, value: Any, children: list[object], _: Way) -> object:  # noqa: ANN401  # what `inside` entered
+    def made(self, value: Any, children: list[object], _: LinkedPath) -> object:  # noqa: ANN401  # what `inside` entered
         if id(value) in self._stateful:
             return children[0]
         keys = self._keys.pop(id(value), None)
@@ -461,7 +469,7 @@ class Taking:
             by_key = dict(zip(keys, children, strict=True))
             children = [by_key[key] for key in value]
         if type(value) in USUAL_TYPES or isinstance(value, defaultdict | Counter):
-            return rebuilt(value, children)
+            return replace_children(value, children)
         inner = dict(zip(value, children, strict=True))
         if not isinstance(value, OrderedDict):
             return inner
@@ -475,15 +483,15 @@ def flat_state(table: Table, metadata: Mapping[str, str]) -> State:
     """A plain dict of the rows of a table. None of them is made."""
     leaves = Leaves((RowLeaf,), lambda value, path: value)
     leaves.names, leaves.values = [*table.names], [*map(RowLeaf, range(len(table.names)))]
-    leaves.marked = are_marked(table)
+    leaves.has_traits = are_marked(table)
     tree = dict(zip(table.names, leaves.values, strict=True))
-    return State(tree, table, leaves.over(table), dict(metadata))
+    return State(tree, table, leaves.for_table(table), dict(metadata))
 
 
 def are_marked(table: Table) -> bool:
     """Whether a tensor is more than its elements, so that a tree records it."""
     traits = [table.kinds[number].traits for number in {*table.kind_indices}]
-    return any(one is not PLAIN and is_marked(one) for one in traits)
+    return any(one is not PLAIN_TRAITS and is_marked(one) for one in traits)
 
 
 def with_irregular(table: Table, tensors: Mapping[int, LazyTensor]) -> Table:
@@ -506,8 +514,8 @@ def with_irregular(table: Table, tensors: Mapping[int, LazyTensor]) -> Table:
 
 def with_table(state: State, table: Table) -> State:
     """The state with the rows of another table in the places of its own, under their names."""
-    leaves = state.leaves.over(table)
-    leaves.marked = are_marked(table)
+    leaves = state.leaves.for_table(table)
+    leaves.has_traits = are_marked(table)
     return replace(state, tensors=table, leaves=leaves)
 
 
@@ -516,12 +524,15 @@ def with_tree(state: State, tree: object, limits: Limits | None = None) -> State
     leaves = state.leaves
     rows = dict(zip(map(id, leaves.values), range(len(leaves.values)), strict=True))
     found = find_leaves(
-        tree, leaves.kinds, lambda value, path: leaves.described(value), (limits or DEFAULTS).depth
+        tree,
+        leaves.tensor_types,
+        lambda value, path: leaves.describe(value),
+        (limits or DEFAULTS).depth,
     )
-    found.refuse()
+    found.raise_problems()
     moved = state.tensors.select([rows[id(value)] for value in found.values], found.names)
-    moved_leaves = found.over(moved)
-    moved_leaves.marked = are_marked(moved)
+    moved_leaves = found.for_table(moved)
+    moved_leaves.has_traits = are_marked(moved)
     return replace(state, tree=tree, tensors=moved, leaves=moved_leaves)
 
 
@@ -530,8 +541,8 @@ def lazy_tree(state: State) -> object:
     rows = {id(value): row for row, value in enumerate(state.leaves.values)}
     views: dict[int, LazyTensor] = {}
 
-    def lazy(value: object, _: Way) -> object:
-        found = state.leaves.described(value)
+    def lazy(value: object, _: LinkedPath) -> object:
+        found = state.leaves.describe(value)
         row = rows.get(id(found))
         if row is None:
             return found

@@ -30,7 +30,7 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.documents import message_type, read_document, write_document
 from holdfast.core.dtype import ABBREVIATIONS, DTYPES, DType
-from holdfast.core.leaves import Leaf
+from holdfast.core.leaves import RowLeaf
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.order import natural_sort_key
@@ -42,24 +42,24 @@ from holdfast.core.patterns import (
     rename_names,
 )
 from holdfast.core.protocols import State
-from holdfast.core.sharing import View, identity, tied
+from holdfast.core.sharing import ViewIdentity, find_ties, identify_view
 from holdfast.core.table import IRREGULAR, RowKind, Table, is_range_inside
 from holdfast.core.tensor import AliasView, Composite, LazyTensor
 from holdfast.core.tree import (
-    MOST_LEAVES,
-    Way,
-    dotted,
-    entered,
-    leaf_children,
-    leaf_paths,
-    name_at,
-    nested,
-    path_to,
+    MAX_LEAVES,
+    LinkedPath,
+    copy_dict_with_items,
+    expand_path,
+    get_inner_containers,
+    get_leaf_children,
+    get_values,
+    have_named_children,
+    iterate_leaves,
+    join_linked_path,
+    join_path,
     rebuild,
-    rebuilt,
-    refilled,
-    step,
-    values_of,
+    replace_children,
+    to_path_key,
     walk,
 )
 from holdfast.core.value import Value, replace
@@ -232,12 +232,12 @@ def left_out(tree: object, edits: Edits) -> list[str]:
     values: list[str] = []
     objects: list[str] = []
     parts: list[str] = []
-    for path, value in leaf_paths(tree, once=True):
-        name = dotted(path)
+    for path, value in iterate_leaves(tree, once=True):
+        name = join_path(path)
         # Of an object its tensors are named, and not itself.
         below = name if not isinstance(value, Opaque) else f"{name}."
         if (
-            isinstance(value, LazyTensor | Leaf)
+            isinstance(value, LazyTensor | RowLeaf)
             or not path
             or (edits.keep and not kept(name) and not kept(below))
             or dropped(name)
@@ -251,7 +251,8 @@ def left_out(tree: object, edits: Edits) -> list[str]:
         else:
             values.append(repr(name[:SHOWN_CHARACTERS]))
     versions = any(
-        isinstance(value, OrderedDict) and vars(value) for _, value in walk(tree, nested)
+        isinstance(value, OrderedDict) and vars(value)
+        for _, value in walk(tree, get_inner_containers)
     )
     notes = [f"only tensors are kept; left out: {_counted(values, 'value')}"] if values else []
     notes += (
@@ -310,7 +311,7 @@ def _reshape(tree: object, edits: Edits, problems: list[str]) -> object:
     problems += find_rename_problems(edits.rename)
     if problems:
         return tree
-    names = [dotted(path) for path, _ in leaf_paths(tree)]
+    names = [join_path(path) for path, _ in iterate_leaves(tree)]
     for pattern in find_unmatched_patterns(
         (*edits.keep, *edits.drop, *(old for old, _ in edits.rename)), names
     ):
@@ -372,12 +373,14 @@ GONE = object()
 
 def _inside(value: object) -> Iterable[tuple[object, object]] | None:
     """The content of a container; none where there are nothing but leaves: they are taken as a whole."""
-    inside = leaf_children(value)
-    return None if inside is None else inside if True in entered(values_of(value)) else ()
+    inside = get_leaf_children(value)
+    return (
+        None if inside is None else inside if True in have_named_children(get_values(value)) else ()
+    )
 
 
 class Rebuilding:
-    """Makes a tree again with some of its leaves elsewhere or nowhere; `names` are theirs in the order of `leaf_paths`."""
+    """Makes a tree again with some of its leaves elsewhere or nowhere; `names` are theirs in the order of `iterate_leaves`."""
 
     def __init__(
         self, names: Sequence[str], new: Sequence[str | None], problems: list[str]
@@ -392,9 +395,9 @@ class Rebuilding:
         return rebuild(
             tree,
             lambda value, way: self._next(1)[0],
-            inside=_inside,
-            make=self._made,
-            most=MOST_LEAVES + 1,
+            get_children=_inside,
+            make_container=self._made,
+            max_values=MAX_LEAVES + 1,
         )
 
     def _next(self, count: int) -> range:
@@ -405,7 +408,7 @@ class Rebuilding:
         self,
         value: dict[object, object] | list[object] | tuple[object, ...],
         children: list[object],
-        way: Way,
+        way: LinkedPath,
     ) -> object:
         """A container with something in it, or `GONE`. In the places of its leaves, `children` has their numbers."""
         made = children or self._next(len(value))
@@ -413,28 +416,32 @@ class Rebuilding:
             return self._dict(value, made, way)
         inside = [
             self._leaf(*one)
-            for one in zip(range(len(value)), value, entered(value), made, strict=True)
+            for one in zip(range(len(value)), value, have_named_children(value), made, strict=True)
         ]
         if all(made is GONE for _, made in inside):
             return GONE
         what = f"an element of a {type(value).__name__}"
         if any(made is GONE for _, made in inside):
             self._problems.append(
-                f"{name_at(way)}: {what} cannot be taken out without moving the others"
+                f"{join_linked_path(way)}: {what} cannot be taken out without moving the others"
             )
         elif any(name != number for number, (name, _) in enumerate(inside)):
-            self._problems.append(f"{name_at(way)}: {what} has no name that could be changed")
-        return rebuilt(value, [made for _, made in inside])
+            self._problems.append(
+                f"{join_linked_path(way)}: {what} has no name that could be changed"
+            )
+        return replace_children(value, [made for _, made in inside])
 
-    def _dict(self, value: dict[object, object], children: Sequence[object], way: Way) -> object:
-        inside = values_of(value)
+    def _dict(
+        self, value: dict[object, object], children: Sequence[object], way: LinkedPath
+    ) -> object:
+        inside = get_values(value)
         items: dict[object, object] = {}
-        for one in zip(value, inside, entered(inside), children, strict=True):
+        for one in zip(value, inside, have_named_children(inside), children, strict=True):
             name, made = self._leaf(*one)
             if made is not GONE:
                 if name in items:
                     self._problems.append(
-                        f"renaming gives two things the name {dotted((*path_to(way), str(name)))!r}"
+                        f"renaming gives two things the name {join_path((*expand_path(way), str(name)))!r}"
                     )
                 items[name] = made
         same = (
@@ -442,7 +449,7 @@ class Rebuilding:
             and all(map(is_, items, value))
             and all(map(is_, items.values(), inside))
         )
-        return value if same else refilled(value, items) if items else GONE
+        return value if same else copy_dict_with_items(value, items) if items else GONE
 
     def _leaf(self, key: object, value: object, below: bool, made: object) -> tuple[object, object]:
         """The new key of a value, and what stands there now."""
@@ -451,7 +458,7 @@ class Rebuilding:
         old, new = self._names[typed(int, made)], self._new[typed(int, made)]
         if new == old:
             return key, value
-        prefix = old.removesuffix(str(step(key)))
+        prefix = old.removesuffix(str(to_path_key(key)))
         if new is not None and new.startswith(prefix):
             return new[len(prefix) :], value
         if new is not None:
@@ -480,7 +487,7 @@ def _cast_rows(
             row: None if number is None else casts[number][1]
             for row, number in zip(rows, chosen, strict=True)
         }
-        for row, first in tied(table).items():
+        for row, first in find_ties(table).items():
             # Names of one tensor must agree in what it is to be.
             if row in wanted and wanted[row] is not wanted[first]:
                 both = [
@@ -524,7 +531,7 @@ def cast_table(table: Table, new_dtypes: Mapping[int, DType], losses: dict[DType
     cast_numbers: list[int] = []
     kinds, kind, storage = [*table.kinds], [*table.kind_indices], [*table.storage_indices]
     offsets, irregular = dict(table.offsets), dict(table.irregular)
-    storage_of: dict[tuple[Storage | View, DType], int] = {}
+    storage_of: dict[tuple[Storage | ViewIdentity, DType], int] = {}
     kind_numbers: dict[RowKind, int] = {}
 
     # A million tensors are made twice rather than kept.
@@ -619,7 +626,7 @@ def _flat_layout(count: int, bits: int) -> tuple[Box, tuple[int, ...]]:
 
 def _origin(
     tensor: LazyTensor, mixed: Collection[Storage]
-) -> tuple[Storage | View, LazyTensor, tuple[int, ...]]:
+) -> tuple[Storage | ViewIdentity, LazyTensor, tuple[int, ...]]:
     """The origin of a cast tensor: its storage as a row of elements, where all rows over that are cast alike; else the tensor.
 
     First comes a key of the origin, and last where the tensor lies in it: offset and strides, in elements.
@@ -636,7 +643,7 @@ def _origin(
             every = Chunk(box, storage, 0, strides)
             elements = LazyTensor(tensor.name, dtype, box.stop, (every,), tensor.source)
             return storage, elements, tuple([place // dtype.bits for place in places])
-    return identity(tensor), tensor, (0, *c_strides(tensor.shape, 1))
+    return identify_view(tensor), tensor, (0, *c_strides(tensor.shape, 1))
 
 
 def _cast_alias(view: AliasView, old: DType, new: DType) -> AliasView | None:

@@ -27,7 +27,7 @@ from msgspec import field
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DType
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import dict_leaves
+from holdfast.core.tree import iterate_dict_leaves
 from holdfast.core.value import Value
 from holdfast.engine.saves import Data, FilePlan, SavePlan
 from holdfast.errors import CannotHold
@@ -79,7 +79,7 @@ def models_of(models_tree: object) -> dict[str, ModelWeights]:
                 f"{str(model)[:80]}: a {type(tree).__name__}, and no state dict under a name"
             )
             continue
-        for name, value in dict_leaves(tree):
+        for name, value in iterate_dict_leaves(tree):
             if not isinstance(value, LazyTensor):
                 problems.append(
                     f"{model}.{name}: a {type(value).__name__}, which a package of weights has no place for"
