@@ -17,7 +17,7 @@ from tests.support import public_names
 
 import holdfast
 import holdfast.torch
-from holdfast.core.options import READERS
+from holdfast.core.options import PARAMETER_CHECKS
 from holdfast.core.quantities import describe_value, parse_nbytes, parse_seconds
 from holdfast.errors import BadArgument, BadArgumentType, HoldfastError
 
@@ -160,7 +160,7 @@ def test_every_verb_is_in_the_table_and_every_parameter_of_a_name_means_one_thin
         if name != "holdfast.read":
             assert hasattr(verb, "__wrapped__"), f"{name} is not @validate_arguments"
     named = {name for _, verb in verbs() for name in inspect.signature(verb).parameters}
-    assert set(READERS) <= named, f"nobody has {set(READERS) - named}"
+    assert set(PARAMETER_CHECKS) <= named, f"nobody has {set(PARAMETER_CHECKS) - named}"
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ def test_none_stands_for_the_default_and_false_for_no_progress(checkpoint, tmp_p
     [
         (
             {"metadata": {"a": 1}},
-            r"metadata= takes text under names, and 'a': 1 is none; write str\(…\)",
+            r"metadata= takes a dict of text, and 'a': 1 is not text; convert it with str\(…\)",
         ),
         ({"progress": True}, r"progress= takes a function .*, not True; with tqdm"),
         ({"overwrite": "no"}, r"overwrite= takes True or False, not 'no'"),

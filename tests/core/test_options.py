@@ -17,10 +17,11 @@ from holdfast.cli.options import given
 from holdfast.cli.parser import Parser, verbs_of
 from holdfast.cli.planned import add_places
 from holdfast.core import options
+from holdfast.core.arguments import check_count
 from holdfast.core.options import (
     ConvertOptions,
     Option,
-    checked,
+    check_options,
     get_options,
     pick_fields,
     validate_arguments,
@@ -35,7 +36,7 @@ class ToyOptions(ConvertOptions, total=False):
     loudness: int
 
 
-options.OPTIONS["loudness"] = Option(3, "how loud it is written", "N", options.arguments.count)
+options.OPTIONS["loudness"] = Option(3, "how loud it is written", check_count, metavar="N")
 
 
 @validate_arguments
@@ -81,9 +82,9 @@ def test_a_command_has_a_flag_for_every_option_of_its_verb(verb):
     known = {action.dest: action for action in verbs_of(parser())[verb]._actions}
     for name, option in get_options(RECORDS[verb]).items():
         assert name in inspect.signature(function).parameters
-        if option.flag_of(name):
+        if option.get_flag(name):
             assert (
-                option.flag_of(name) in known[name].option_strings
+                option.get_flag(name) in known[name].option_strings
                 or f"--no-{name.replace('_', '-')}" in known[name].option_strings
             )
 
@@ -96,7 +97,7 @@ def test_every_edit_counts():
 
 
 def test_a_record_is_filled_by_the_names_of_its_fields():
-    found = checked(ConvertOptions, {"keep": "w", "tensors_only": 1, "drop": None})
+    found = check_options(ConvertOptions, {"keep": "w", "tensors_only": 1, "drop": None})
     assert pick_fields(Edits, found) == Edits(keep=("w",), tensors_only=True)
     assert pick_fields(Edits, found, casts=(("*", None),)).casts == (("*", None),)
 

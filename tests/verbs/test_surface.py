@@ -216,7 +216,7 @@ def test_no_room_is_found_before_anything_is_written(verb, source, target, monke
 def test_a_source_that_changes_is_not_published(verb, source, target, monkeypatch):
     if verb == "save":
         pytest.skip("a state in memory is no file")
-    monkeypatch.setattr(LocalStore, "changed", lambda self: ("in.pt",))
+    monkeypatch.setattr(LocalStore, "find_changed", lambda self: ("in.pt",))
     with pytest.raises(NotCommitted, match="changed while it was read"):
         VERBS[verb](source, target)
     assert os.listdir(target.parent) == [source.name]

@@ -43,7 +43,7 @@ else:
                 return
             shown = [
                 griffe.Parameter(
-                    name, kind=griffe.ParameterKind.keyword_only, annotation=records.annotation_of(record, name),
+                    name, kind=griffe.ParameterKind.keyword_only, annotation=records.get_annotation(record, name),
                     default=None if option.default is ... else repr(option.default),
                 )
                 for name, option in records.get_options(record).items()

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from holdfast.cli import values
 from holdfast.cli.parser import verbs_of
-from holdfast.core.options import OPTIONS, Option, checked, get_options
+from holdfast.core.options import OPTIONS, Option, check_options, get_options
 from holdfast.errors import Unsupported
 from holdfast.formats import FORMATS, titles, written_formats
 
@@ -57,22 +57,28 @@ def add_options(
 ) -> None:
     """Add a flag for every option of a record that has one. Only what is given will be in the namespace."""
     for name, option in get_options(record).items():
-        if option.flag_of(name) and name not in without:
+        if option.get_flag(name) and name not in without:
             _add_option(verb, name, option)
     verb.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
     verb.add_argument("--json", action="store_true", help=values.JSON_HELP)
 
 
 def _add_option(verb: argparse.ArgumentParser, name: str, option: Option) -> None:
-    flag, absent = option.flag_of(name), argparse.SUPPRESS
-    names = [option.short, flag] if option.short else [flag]
-    if option.word:
-        choices = CHOICES[option.word]() if option.word in CHOICES else option.choices
+    flag, absent = option.get_flag(name), argparse.SUPPRESS
+    names = [option.short_flag, flag] if option.short_flag else [flag]
+    if option.metavar:
+        choices = CHOICES[option.metavar]() if option.metavar in CHOICES else option.choices
         verb.add_argument(
-            *names, dest=name, default=absent, metavar=None if choices else option.word, choices=choices or None,
-            action="append" if option.many else "store", type=WORDS.get(option.word, str), required=option.default is ...,
+            *names,
+            dest=name,
+            default=absent,
+            metavar=None if choices else option.metavar,
+            choices=choices or None,
+            action="append" if option.is_repeatable else "store",
+            type=WORDS.get(option.metavar, str),
+            required=option.default is ...,
             help=option.help,
-        )  # fmt: skip
+        )
     elif OPTIONS[name].default is True:
         # Also for a verb whose own default is False: a flag means the same everywhere.
         verb.add_argument(
@@ -88,10 +94,10 @@ def _add_option(verb: argparse.ArgumentParser, name: str, option: Option) -> Non
             dest=name,
             default=absent,
             action="store_const",
-            const=option.given,
+            const=option.flag_value,
             help=option.help,
         )
-    if option.word and option.default is True:
+    if option.metavar and option.default is True:
         verb.add_argument(
             f"--no-{flag[2:]}",
             dest=name,
@@ -108,13 +114,13 @@ def given(
 ) -> T:
     """All options of a record, as a verb takes them: what was given at the shell, and `more`."""
     found = {
-        name: GATHERED.get(option.word, tuple)(vars(options)[name])
-        if option.many
+        name: GATHERED.get(option.metavar, tuple)(vars(options)[name])
+        if option.is_repeatable
         else vars(options)[name]
         for name, option in get_options(record).items()
         if name in options
     }
-    return checked(record, found | more)
+    return check_options(record, found | more)
 
 
 def _dtypes(words: Sequence[str]) -> dict[str, str]:

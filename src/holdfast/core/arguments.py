@@ -1,7 +1,10 @@
-"""What callers give, read in one place: what is plain is taken, the rest is refused in a sentence.
+"""Checks the arguments that callers pass to the functions of Holdfast.
 
-Each function takes a value and the name of its parameter. Anything else is a `BadArgument` that names the parameter, what was given
-and what is taken. `core/options.py` says which parameter is read by which. No numpy is imported here: `--help` needs none.
+A check is a function of a value and the name of its parameter, such as "threads=". It returns the
+value that the function receives, or raises `BadArgument` with a message that names the parameter,
+the value and what the parameter takes. `core/options.py` assigns a check to each parameter.
+
+The help of the command line imports this module, so it must not import numpy or torch.
 """
 
 from __future__ import annotations
@@ -21,276 +24,299 @@ if TYPE_CHECKING:
 
     from holdfast.core.dtype import DType
 
-MOST = 65_536  # Of things that are all made: threads, bins. Nobody means a million of them.
-LAST_STEP = (1 << 63) - 1  # What 64-bit readers of other languages hold.
+MAX_COUNT = 65_536
+"""The largest number of things that are all created, such as threads or bins."""
+
+MAX_STEP = (1 << 63) - 1
+"""The largest step number. Programs in other languages read it into a signed 64-bit integer."""
+
 AnyDType: TypeAlias = "str | DType | np.dtype[np.generic] | type[np.generic] | torch.dtype"
 
-Reader = Callable[
-    [object, str], object
-]  # Takes a value and the name of the parameter with its `=`; gives what the verb sees.
+ArgumentCheck = Callable[[object, str], object]
+"""Takes a value and the name of its parameter with a "=". Returns the value that is used."""
 
 
-def flag(value: object, name: str) -> bool:
-    """True or False; 0 and 1 do as well. Text does not: "False" would be true."""
+def make_type_error(value: object, name: str, expected: str) -> BadArgumentType:
+    """Return the error for an argument of a wrong type: "threads= takes a number, not 'x'"."""
+    return BadArgumentType(f"{name} takes {expected}, not {describe_value(value)}", found=value)
+
+
+def check_flag(value: object, name: str) -> bool:
+    """Check that a value is True or False, and return it as a `bool`.
+
+    The integers 0 and 1 are accepted. Text is not: the text "False" would be true.
+    """
     numpy = sys.modules.get("numpy")
-    if (
-        isinstance(value, bool)
-        or (type(value) is int and value in (0, 1))
-        or (numpy and isinstance(value, numpy.bool_))
-    ):
+    is_numpy_bool = numpy is not None and isinstance(value, numpy.bool_)
+    is_zero_or_one = type(value) is int and value in (0, 1)
+    if isinstance(value, bool) or is_zero_or_one or is_numpy_bool:
         return bool(value)
-    raise BadArgumentType(f"{name} takes True or False, not {describe_value(value)}", found=value)
+    raise make_type_error(value, name, "True or False")
 
 
-def text(value: object, name: str) -> str:
+def check_text(value: object, name: str) -> str:
+    """Check that a value is a `str`, and return it."""
     if not isinstance(value, str):
-        raise BadArgumentType(f"{name} takes text, not {describe_value(value)}", found=value)
+        raise make_type_error(value, name, "text")
     return value
 
 
-def dtype(value: object, name: str) -> DType | str:
-    """A dtype of ours, of numpy's or of torch's, or its name. An unknown name is the verb's to refuse: it knows which it takes."""
+def check_dtype(value: object, name: str) -> DType | str:
+    """Return the dtype that a value stands for.
+
+    The value may be a dtype of Holdfast, numpy or torch, or the name of one. An unknown name is
+    returned as it is, because some functions accept further names. They refuse it themselves.
+    """
     from holdfast.core.dtype import DTYPES
 
     if isinstance(value, str):
         return DTYPES.parse(value) or value
-    found = DTYPES.from_any(value)
-    if found is None:
-        message = f"{name} takes a dtype ('bfloat16', np.float16, torch.bfloat16), not {describe_value(value)}"
-        raise BadArgumentType(message, found=value)
-    return found
+    dtype = DTYPES.from_any(value)
+    if dtype is None:
+        raise make_type_error(value, name, "a dtype ('bfloat16', np.float16, torch.bfloat16)")
+    return dtype
 
 
-def dtypes(value: object, name: str) -> DType | str | dict[str, DType | str]:
+def check_dtypes(value: object, name: str) -> DType | str | dict[str, DType | str]:
+    """Return a dtype, or the dtypes of a dict whose keys are patterns of names."""
     if not isinstance(value, Mapping):
-        return dtype(value, name)
-    return {key: dtype(item, f"{name}{{{key!r}: …}}") for key, item in named(value, name).items()}
+        return check_dtype(value, name)
+    dtypes: dict[str, DType | str] = {}
+    for pattern, dtype in check_named_values(value, name).items():
+        dtypes[pattern] = check_dtype(dtype, f"{name}{{{pattern!r}: …}}")
+    return dtypes
 
 
-def patterns(value: object, name: str) -> tuple[str, ...]:
-    given = (
-        (value,) if isinstance(value, str) else _items(value, name, "a pattern, or a list of them")
-    )
-    for item in given:
-        if not isinstance(item, str):
-            raise BadArgumentType(
-                f"{name} takes patterns of names, which are text, not {describe_value(item)}",
-                found=value,
-            )
-    return tuple(map(str, given))
+def check_patterns(value: object, name: str) -> tuple[str, ...]:
+    """Return patterns of names as a tuple. A single pattern is accepted without a list."""
+    if isinstance(value, str):
+        return (str(value),)
+    patterns: list[str] = []
+    for pattern in list_items(value, name, "a pattern, or a list of them"):
+        if not isinstance(pattern, str):
+            raise make_type_error(pattern, name, "patterns of names, which are text")
+        patterns.append(str(pattern))
+    return tuple(patterns)
 
 
-def pairs(value: object, name: str) -> tuple[tuple[str, str], ...]:
-    """Old and new: a dict, or a list of pairs; one pair, or 'OLD=NEW', as on the command line."""
-    what = "{'old': 'new'}, or a list of such pairs"
-    given = (
-        value.items()
-        if isinstance(value, Mapping)
-        else (value,)
-        if isinstance(value, str)
-        else _items(value, name, what)
-    )
-    given = tuple(given)
-    if len(given) == 2 and all(isinstance(item, str) and "=" not in item for item in given):
-        given = (given,)
-    found = []
-    for item in given:
-        both = item.partition("=")[::2] if isinstance(item, str) and "=" in item else item
-        if (
-            not isinstance(both, tuple | list)
-            or len(both) != 2
-            or not all(isinstance(one, str) for one in both)
-        ):
-            raise BadArgumentType(
-                f"{name} takes {what}, and {describe_value(item)} is no pair of names", found=value
-            )
-        found.append((str(both[0]), str(both[1])))
-    return tuple(found)
+def check_renames(value: object, name: str) -> tuple[tuple[str, str], ...]:
+    """Return renames as pairs of an old and a new name.
+
+    A dict, a list of pairs and a single pair are accepted. A pair may also be written as the text
+    'OLD=NEW', as on the command line.
+    """
+    expected = "{'old': 'new'}, or a list of such pairs"
+    items: tuple[object, ...]
+    if isinstance(value, Mapping):
+        items = tuple(value.items())
+    elif isinstance(value, str):
+        items = (value,)
+    else:
+        items = list_items(value, name, expected)
+
+    # Two plain names are one pair, and not a list of two pairs.
+    if len(items) == 2 and all(isinstance(item, str) and "=" not in item for item in items):
+        items = (items,)
+
+    renames: list[tuple[str, str]] = []
+    for item in items:
+        match item.split("=", 1) if isinstance(item, str) else item:
+            case [str(old), str(new)]:
+                renames.append((str(old), str(new)))
+            case _:
+                message = (
+                    f"{name} takes {expected}, and {describe_value(item)} is not a pair of names"
+                )
+                raise BadArgumentType(message, found=value)
+    return tuple(renames)
 
 
-def texts(value: object, name: str) -> dict[str, str]:
-    """Text under names, as file formats keep it."""
+def check_texts(value: object, name: str) -> dict[str, str]:
+    """Check that a value is a dict of text, as the metadata of a file is, and return a copy."""
     if not isinstance(value, Mapping):
-        raise BadArgumentType(
-            f"{name} takes a dict of text, not {describe_value(value)}", found=value
-        )
+        raise make_type_error(value, name, "a dict of text")
     for key, item in value.items():
-        if not isinstance(key, str) or not isinstance(item, str):
-            wrong = (
-                f"{key!r}: {describe_value(item)}"
-                if isinstance(key, str)
-                else f"the key {describe_value(key)}"
-            )
-            advice = "write str(…) or json.dumps(…) around it, or put it into the state itself"
-            raise BadArgumentType(
-                f"{name} takes text under names, and {wrong} is none; {advice}", found=value
-            )
+        if isinstance(key, str) and isinstance(item, str):
+            continue
+        entry = f"the key {describe_value(key)}"
+        if isinstance(key, str):
+            entry = f"{key!r}: {describe_value(item)}"
+        raise BadArgumentType(
+            f"{name} takes a dict of text, and {entry} is not text; convert it with str(…) or "
+            "json.dumps(…), or put it into the state itself",
+            found=value,
+        )
     return dict(value)
 
 
-def group(value: object, name: str) -> object:
-    """A `Group`, or a process group of torch, of which one is made."""
-    torch = sys.modules.get("torch.distributed")
-    if all(hasattr(value, member) for member in ("rank", "size", "begin")) or (
-        torch and isinstance(value, torch.ProcessGroup)
-    ):
+def check_group(value: object, name: str) -> object:
+    """Check that a value is a `Group`, or a process group of torch, and return it."""
+    is_group = all(hasattr(value, member) for member in ("rank", "size", "begin"))
+    torch_distributed = sys.modules.get("torch.distributed")
+    if is_group or (torch_distributed and isinstance(value, torch_distributed.ProcessGroup)):
         return value
-    raise BadArgumentType(
-        f"{name} takes a process group, or what holdfast.torch.group() makes, not {describe_value(value)}",
-        found=value,
-    )
+    raise make_type_error(value, name, "a process group, or the result of holdfast.torch.group()")
 
 
-def map_name(value: object, name: str) -> object:
-    """A `Map`, or the name of one."""
+def check_map(value: object, name: str) -> object:
+    """Check that a value is a layout map (`Map`) or the name of one, and return it."""
     if isinstance(value, str) or hasattr(value, "through"):
         return value
-    raise BadArgumentType(
-        f"{name} takes the name of a map (qwen3:hf:megatron), or a Map, not {describe_value(value)}",
-        found=value,
-    )
+    raise make_type_error(value, name, "the name of a map (qwen3:hf:megatron), or a Map")
 
 
-size = parse_nbytes
+check_size = parse_nbytes
 
 
-def count(value: object, name: str) -> int:
-    return parse_count(value, name, most=MOST)
+def check_count(value: object, name: str) -> int:
+    """Return a whole number from 1 on, such as a number of threads."""
+    return parse_count(value, name, most=MAX_COUNT)
 
 
-def limits(value: object, name: str) -> Limits:
-    """Return `Limits` unchanged, and refuse anything else."""
+def check_bin_count(value: object, name: str) -> int:
+    """Return the number of bins of a histogram. 0 stands for no histogram."""
+    return parse_count(value, name, least=0, most=MAX_COUNT)
+
+
+def check_limits(value: object, name: str) -> Limits:
+    """Check that a value is a `Limits`, and return it."""
     if not isinstance(value, Limits):
-        raise BadArgumentType(
-            f"{name} takes a holdfast.Limits, such as Limits(files=200_000), not {describe_value(value)}",
-            found=value,
-        )
+        raise make_type_error(value, name, "a holdfast.Limits, such as Limits(files=200_000)")
     return value
 
 
-def progress(value: object, name: str) -> Callable[[int], None] | None:
-    """A function that is called with how many bytes more are done."""
+def check_progress(value: object, name: str) -> Callable[[int], None] | None:
+    """Check that a value is a progress callback, and return it. False stands for none."""
     if value is None or value is False:
         return None
     if callable(value):
-        # What it takes is only known when it is called.
+        # Its parameters are only known when it is called.
         return value
-    advice = "; with tqdm: progress=tqdm(unit='B', unit_scale=True).update" if value is True else ""
-    raise BadArgumentType(
-        f"{name} takes a function that is told numbers of bytes, not {describe_value(value)}{advice}",
-        found=value,
-    )
+    message = f"{name} takes a function of a number of bytes, not {describe_value(value)}"
+    if value is True:
+        # Other libraries show a progress bar for `progress=True`.
+        message += "; with tqdm: progress=tqdm(unit='B', unit_scale=True).update"
+    raise BadArgumentType(message, found=value)
 
 
-def rules(kind: type) -> Reader:
-    """One rule, or any number of them, as text or of a kind; `{pattern: method}` is "pattern: method"."""
+def make_rules_check(rule_type: type) -> ArgumentCheck:
+    """Return a check for rules, such as those of `prune`.
 
-    def read(value: object, name: str) -> tuple[object, ...]:
-        what = "rules, which are text like 'PATTERN: METHOD'"
-        given: tuple[object, ...]
-        if isinstance(value, str | kind):
-            given = (value,)
-        elif isinstance(value, Mapping):
-            given = tuple(f"{key}: {item}" for key, item in value.items())
-        else:
-            given = _items(value, name, what)
-        for item in given:
-            if not isinstance(item, str | kind):
-                raise BadArgumentType(
-                    f"{name} takes {what}, not {describe_value(item)}", found=value
-                )
-        return given
+    The check accepts one rule or a list of them, each an object of `rule_type` or text. In a dict,
+    `{pattern: method}` stands for the text "pattern: method".
+    """
+    expected = "rules, which are text like 'PATTERN: METHOD'"
 
-    return read
+    def check_rules(value: object, name: str) -> tuple[object, ...]:
+        if isinstance(value, Mapping):
+            return tuple(f"{pattern}: {method}" for pattern, method in value.items())
+        if isinstance(value, str | rule_type):
+            return (value,)
+        rules = list_items(value, name, expected)
+        for rule in rules:
+            if not isinstance(rule, str | rule_type):
+                raise make_type_error(rule, name, expected)
+        return rules
+
+    return check_rules
 
 
-def one_of(*known: str) -> Reader:
-    def read(value: object, name: str) -> str:
-        if not isinstance(value, str) or value not in known:
-            kind = BadArgument if isinstance(value, str) else BadArgumentType
-            *most, last = map(repr, known)
-            raise kind(
-                f"{name} takes {', '.join(most)} or {last}, not {describe_value(value)}",
-                found=value,
-            )
+def make_choice_check(*choices: str) -> ArgumentCheck:
+    """Return a check for one of a few words."""
+    *first_words, last_word = map(repr, choices)
+    expected = f"{', '.join(first_words)} or {last_word}"
+
+    def check_choice(value: object, name: str) -> str:
+        if not isinstance(value, str):
+            raise make_type_error(value, name, expected)
+        if value not in choices:
+            raise BadArgument(f"{name} takes {expected}, not {describe_value(value)}", found=value)
         return value
 
-    return read
+    return check_choice
 
 
-def allowed(value: object, name: str) -> object:
-    """A file of patterns, or the patterns themselves."""
-    return value if isinstance(value, str | os.PathLike) else patterns(value, name)
+def check_allowed(value: object, name: str) -> object:
+    """Return accepted findings of a scan: the path of a file of patterns, or the patterns."""
+    if isinstance(value, str | os.PathLike):
+        return value
+    return check_patterns(value, name)
 
 
-def counts(value: object, name: str) -> dict[str, int] | str:
-    """Numbers under names: a dict, or text, which the verb reads."""
-    return value if isinstance(value, str) else versions(value, name)
+def check_mesh(value: object, name: str) -> dict[str, int] | str:
+    """Return the sizes of a mesh by axis. Text like "dp=2,tp=4" is parsed later, by `reshard`."""
+    if isinstance(value, str):
+        return value
+    return check_counts(value, name)
 
 
-def versions(value: object, name: str) -> dict[str, int]:
-    return {
-        key: parse_count(item, f"{name}{{{key!r}: …}}") for key, item in named(value, name).items()
-    }
+def check_counts(value: object, name: str) -> dict[str, int]:
+    """Return a dict of whole numbers from 1 on."""
+    counts: dict[str, int] = {}
+    for key, item in check_named_values(value, name).items():
+        counts[key] = parse_count(item, f"{name}{{{key!r}: …}}")
+    return counts
 
 
-def step(value: object, name: str) -> int:
-    return parse_count(value, name, least=0, most=LAST_STEP)
+def check_step(value: object, name: str) -> int:
+    """Return the number of a training step."""
+    return parse_count(value, name, least=0, most=MAX_STEP)
 
 
-def metrics(value: object, name: str) -> dict[str, float]:
-    """Numbers under names; anything that is a number to Python is one (of numpy, a tensor without dimensions), NaN as well."""
-    found: dict[str, float] = {}
-    for key, item in named(value, name).items():
-        metric = to_float(item) if isinstance(item, SupportsFloat) else None
+def check_metrics(value: object, name: str) -> dict[str, float]:
+    """Return metrics by name as floats.
+
+    A value may be any object that converts to a float, such as a number of numpy or a tensor
+    without dimensions. NaN is accepted.
+    """
+    metrics: dict[str, float] = {}
+    for key, item in check_named_values(value, name).items():
+        metric = None
+        # Text converts to a float as well, but it does not support `__float__`.
+        if isinstance(item, SupportsFloat):
+            metric = to_float(item)
         if metric is None:
-            raise BadArgumentType(
-                f"{name} takes numbers under names, and {key!r} is {describe_value(item)}",
-                found=value,
-            )
-        found[key] = metric
-    return found
+            message = f"{name} takes a dict of numbers, and {key!r} is {describe_value(item)}"
+            raise BadArgumentType(message, found=value)
+        metrics[key] = metric
+    return metrics
 
 
-def contents(value: object, name: str) -> dict[str, str | bytes]:
-    found: dict[str, str | bytes] = {}
-    for key, item in named(value, name).items():
+def check_extra_files(value: object, name: str) -> dict[str, str | bytes]:
+    """Return the contents of files by name, each as text or bytes."""
+    contents: dict[str, str | bytes] = {}
+    for key, item in check_named_values(value, name).items():
         if not isinstance(item, str | bytes):
-            raise BadArgumentType(
-                f"{name} takes text or bytes under names, and {key!r} is {describe_value(item)}",
-                found=value,
-            )
-        found[key] = item
-    return found
+            message = f"{name} takes a dict of text or bytes, and {key!r} is {describe_value(item)}"
+            raise BadArgumentType(message, found=value)
+        contents[key] = item
+    return contents
 
 
-def mapping(value: object, name: str) -> Mapping[object, object]:
-    """A dict, of whose keys the verb knows which it takes."""
+def check_mapping(value: object, name: str) -> Mapping[object, object]:
+    """Check that a value is a dict, and return it."""
     if not isinstance(value, Mapping):
-        raise BadArgumentType(
-            f"{name} takes a dict, names and what they stand for, not {describe_value(value)}",
-            found=value,
-        )
+        raise make_type_error(value, name, "a dict with values by name")
     return value
 
 
-def named(value: object, name: str) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for key, item in mapping(value, name).items():
+def check_named_values(value: object, name: str) -> dict[str, object]:
+    """Check that a value is a dict whose keys are text, and return a copy."""
+    named_values: dict[str, object] = {}
+    for key, item in check_mapping(value, name).items():
         if not isinstance(key, str):
-            raise BadArgumentType(
-                f"{name} takes names, which are text, not {describe_value(key)}", found=value
-            )
-        found[key] = item
-    return found
+            raise make_type_error(key, name, "a dict whose keys are text")
+        named_values[key] = item
+    return named_values
 
 
-def _items(value: object, name: str, what: str) -> tuple[object, ...]:
-    if isinstance(value, Iterable) and not isinstance(
-        value, bytes | bytearray | memoryview | Mapping | os.PathLike
-    ):
+def list_items(value: object, name: str, expected: str) -> tuple[object, ...]:
+    """Return the items of a list or another collection. `expected` describes it in messages."""
+    is_single_value = isinstance(value, bytes | bytearray | memoryview | Mapping | os.PathLike)
+    if isinstance(value, Iterable) and not is_single_value:
         try:
             return tuple(value)
-        except TypeError:  # a tensor without dimensions only looks like many
+        except TypeError:
+            # A tensor without dimensions claims to be iterable, and cannot be iterated.
             pass
-    raise BadArgumentType(f"{name} takes {what}, not {describe_value(value)}", found=value)
+    raise make_type_error(value, name, expected)

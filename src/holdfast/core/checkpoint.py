@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from holdfast.core.arguments import patterns
+from holdfast.core.arguments import check_patterns
 from holdfast.core.chunk import Storage
 from holdfast.core.digest import Digest, canonicalize, combine_digests
 from holdfast.core.opaque import AnyValue
@@ -224,7 +224,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             wanted = [
                 name
                 for given in names
-                for name in ([given] if isinstance(given, str) else patterns(given, "names="))
+                for name in ([given] if isinstance(given, str) else check_patterns(given, "names="))
             ]
             for name in wanted:
                 if not isinstance(name, Hashable) or name not in table.row_indices:

@@ -1,21 +1,22 @@
-"""The options of the verbs: types in a record, everything else in one table.
+"""The options of the verbs: their types in option sets, everything else in one table.
 
     class ConvertOptions(EditingOptions, FormatOption, WriteOptions, total=False):
         dequantize: bool
 
-    OPTIONS["dequantize"] = switch(False, "decode the quantized blocks of GGUF to floating point")
+    OPTIONS["dequantize"] = Option(False, "decode the quantized blocks of GGUF", check_flag)
 
     @validate_arguments
     def convert(src, dst, **options: Unpack[ConvertOptions]) -> Conversion: ...
 
-Type checkers read the record that a verb names in its signature. `OPTIONS` has the default, the help,
-the check and the flag of each option by its name, since an option means the same in every verb; the
-few differences are in `RECORD_OPTIONS`. From both come `inspect.signature` and `help()`, the flags and
-the `--help` of the command (cli/options.py), and the page of the reference.
+A verb names an option set in its signature, where type checkers read it. `OPTIONS` has the default,
+the help, the check and the flag of each option by its name, because an option means the same in every
+verb. Where one verb differs, the table has an entry with the name of its option set in front, such as
+"SaveOptions.overwrite". `inspect.signature`, `help()`, the flags and the `--help` of the command
+(cli/options.py), and the page of the reference are made from both.
 
-A verb receives every option of its record, checked, with the default where nothing was given. None
-stands for the default, too. Records of the layers below (`Edits`, `Writing`, `Selection`) are filled
-by the names of their fields (`pick_fields`).
+A verb receives every option of its set, checked, with the default if the caller did not pass it or
+passed None. `pick_fields` hands some of them on to values of lower layers, such as `Edits` and
+`Writing`, by the names of their fields.
 """
 
 from __future__ import annotations
@@ -38,9 +39,32 @@ from typing import (
     overload,
 )
 
-from holdfast.core import arguments
-from holdfast.core.arguments import AnyDType, Reader
-from holdfast.core.quantities import Size, parse_count, parse_fraction, parse_seconds
+from holdfast.core.arguments import (
+    AnyDType,
+    ArgumentCheck,
+    check_allowed,
+    check_bin_count,
+    check_count,
+    check_counts,
+    check_dtypes,
+    check_extra_files,
+    check_flag,
+    check_group,
+    check_limits,
+    check_map,
+    check_mapping,
+    check_mesh,
+    check_metrics,
+    check_patterns,
+    check_progress,
+    check_renames,
+    check_size,
+    check_step,
+    check_text,
+    check_texts,
+    make_choice_check,
+)
+from holdfast.core.quantities import Size, parse_fraction, parse_seconds
 from holdfast.core.runtime import cut_traceback
 from holdfast.errors import BadArgumentType, RankLost, RanksFailed
 
@@ -57,9 +81,10 @@ MAX_MEMORY = "1GiB"
 """The default budget of verbs that make a checkpoint of a checkpoint."""
 
 DEADLINE = 60.0
-"""The seconds without a sign of life after which a rank counts as lost."""
+"""The seconds without a heartbeat after which a rank counts as lost."""
 
 DIGESTS = ("xxh3-128", "sha256")
+"""The algorithms for the digests in a seal."""
 
 Progress = Callable[[int], None]
 """Called with the number of bytes that were done since the last call."""
@@ -77,18 +102,22 @@ class ReadOptions(TypedDict, total=False):
 
 
 class OverwriteOptions(TypedDict, total=False):
-    """The options of every verb that publishes something."""
+    """The options of every verb that publishes a result."""
 
     overwrite: bool | None
     durable: bool
 
 
 class CheckOptions(TypedDict, total=False):
+    """The options that guard a save against damage and too much memory."""
+
     read_back: bool
     max_memory: Size | None
 
 
 class DryRunOption(TypedDict, total=False):
+    """The option of a verb that can report what it would write."""
+
     dry_run: bool
 
 
@@ -97,37 +126,51 @@ class WriteOptions(OverwriteOptions, CheckOptions, DryRunOption, ReadOptions, to
 
 
 class FormatOption(TypedDict, total=False):
+    """The options that choose the format of what is written."""
+
     folder: bool
     format: str | None
 
 
 class InPlaceOption(TypedDict, total=False):
+    """The option of a verb that can replace its source."""
+
     in_place: bool
 
 
 class StoreOption(TypedDict, total=False):
+    """The option of a verb that can write into an object store of the caller."""
+
     store: object | None
 
 
 class GroupOption(TypedDict, total=False):
+    """The option of a verb whose work several ranks can share."""
+
     group: AnyGroup | None
 
 
 class MapOption(TypedDict, total=False):
+    """The option of a verb that can convert between layouts of a family of models."""
+
     map: AnyMap | None
 
 
 class ShardOption(TypedDict, total=False):
+    """The option of a verb that can write several data files."""
+
     max_shard_size: Size | None
 
 
 class FolderOptions(ShardOption, total=False):
-    """The options of a directory that is written."""
+    """The options of a verb that can write a directory."""
 
     copy_config: CopyConfig
 
 
 class EditingOptions(TypedDict, total=False):
+    """The options that choose, rename and cast tensors."""
+
     dtype: AnyDType | Mapping[str, AnyDType] | None
     keep: str | Iterable[str]
     drop: str | Iterable[str]
@@ -136,9 +179,17 @@ class EditingOptions(TypedDict, total=False):
 
 
 class ConvertOptions(
-    EditingOptions, MapOption, FolderOptions, StoreOption, FormatOption, GroupOption, WriteOptions,
+    EditingOptions,
+    MapOption,
+    FolderOptions,
+    StoreOption,
+    FormatOption,
+    GroupOption,
+    WriteOptions,
     total=False,
-):  # fmt: skip
+):
+    """The options of `convert`."""
+
     model: str | None
     constants: bool
     sample_inputs: bool
@@ -148,9 +199,16 @@ class ConvertOptions(
 
 
 class EditOptions(
-    InPlaceOption, EditingOptions, FolderOptions, FormatOption, GroupOption, WriteOptions,
+    InPlaceOption,
+    EditingOptions,
+    FolderOptions,
+    FormatOption,
+    GroupOption,
+    WriteOptions,
     total=False,
-):  # fmt: skip
+):
+    """The options of `edit`."""
+
     set_metadata: Mapping[str, str] | None
     unset_metadata: str | Iterable[str]
 
@@ -164,24 +222,34 @@ class InPlaceOptions(InPlaceOption, FormatOption, WriteOptions, total=False):
 
 
 class PruneOptions(FolderOptions, FormatOption, GroupOption, WriteOptions, total=False):
+    """The options of `prune`."""
+
     masks: str | None
 
 
 class PackageOptions(WriteOptions, total=False):
+    """The options of `package`."""
+
     deduplicate: str
     format: str | None
 
 
 class ReplaceOptions(InPlaceOption, WriteOptions, total=False):
+    """The options of `replace_weights`."""
+
     weights: Required[object]
     model: str | None
 
 
 class ReshardOptions(MapOption, GroupOption, WriteOptions, total=False):
+    """The options of `reshard`."""
+
     mesh: Required[Mapping[str, int] | str]
 
 
 class SaveOptions(ShardOption, StoreOption, FormatOption, WriteOptions, total=False):
+    """The options of `save`."""
+
     metadata: Mapping[str, str] | None
     keep_tree: bool
     base: str | os.PathLike[str] | None
@@ -189,7 +257,7 @@ class SaveOptions(ShardOption, StoreOption, FormatOption, WriteOptions, total=Fa
 
 
 class RankStateOptions(TypedDict, total=False):
-    """The options of a state of which every rank has a part."""
+    """The options of a state that is spread over several ranks."""
 
     metadata: Mapping[str, str] | None
     values: Literal["agree", "first"]
@@ -201,6 +269,8 @@ class RankStateOptions(TypedDict, total=False):
 
 
 class ShardedOptions(RankStateOptions, StoreOption, total=False):
+    """The options of `holdfast.torch.save_sharded`."""
+
     format: Literal["native", "dcp", "safetensors"]
     durable: bool
     deadline: float
@@ -210,6 +280,8 @@ class ShardedOptions(RankStateOptions, StoreOption, total=False):
 
 
 class HostMemoryOption(TypedDict, total=False):
+    """The option of a save that copies a state from GPUs in the background."""
+
     max_host_memory: int | None
 
 
@@ -218,6 +290,8 @@ class AsyncShardedOptions(ShardedOptions, HostMemoryOption, total=False):
 
 
 class RankStepOptions(RankStateOptions, total=False):
+    """The options of `holdfast.torch.Run.save`."""
+
     metrics: Mapping[str, float] | None
 
 
@@ -226,6 +300,8 @@ class AsyncRankStepOptions(RankStepOptions, HostMemoryOption, total=False):
 
 
 class SealOptions(OverwriteOptions, DryRunOption, ReadOptions, total=False):
+    """The options of `seal`."""
+
     step: int | None
     metrics: Mapping[str, float] | None
     ran: float | str | None
@@ -233,269 +309,431 @@ class SealOptions(OverwriteOptions, DryRunOption, ReadOptions, total=False):
 
 
 class Option(NamedTuple):
-    """The default of an option, its help, its check, and how it is given at a shell."""
+    """The default of an option, its help, its check, and its flag on the command line."""
 
     default: object
-    """The value if none is given. An ellipsis means that one must be given."""
+    """The value if the caller passes none. An ellipsis means that the option is required."""
     help: str
-    word: str = ""
-    """The word behind the flag: SIZE, N, GLOB. Empty if the flag stands for True or False."""
-    read: Reader | None = None
-    """The check. None if every value is allowed."""
-    many: bool = False
+    check: ArgumentCheck | None = None
+    """Checks a value that the caller passes. None if every value is allowed."""
+    metavar: str = ""
+    """The word behind the flag: SIZE, N, GLOB. Empty if the flag takes no value."""
+    is_repeatable: bool = False
     """Whether the flag may be given several times."""
     choices: tuple[str, ...] = ()
+    """The words that the flag accepts. Empty if it accepts any."""
     flag: str | None = None
-    """The flag if it differs from the name of the option; empty if the command line has none."""
-    short: str = ""
-    given: object = True
+    """The flag if it differs from the name of the option. Empty if the command line has none."""
+    short_flag: str = ""
+    flag_value: object = True
     """The value that a flag without a word stands for."""
 
-    def flag_of(self, name: str) -> str:
-        return f"--{name.replace('_', '-')}" if self.flag is None else self.flag
+    def get_flag(self, name: str) -> str:
+        """Return the flag of this option, whose name is `name`: "--max-memory"."""
+        if self.flag is not None:
+            return self.flag
+        return "--" + name.replace("_", "-")
 
 
-def switch(default: bool, help: str, *, flag: str | None = None, short: str = "") -> Option:
-    """Return an option that is True or False."""
-    return Option(default, help, read=arguments.flag, flag=flag, short=short)
+READ_BACK_OF_STATES = Option(
+    False,
+    "read the written data again and compare it before publishing (default: no)",
+    check_flag,
+)
+MAX_MEMORY_OF_STATES = Option(
+    None,
+    "memory limit for buffers (default: none)",
+    check_size,
+    metavar="SIZE",
+)
+"""A state in memory need not be streamed, and it can be saved again if the disk fails."""
 
-
-PICKLED_TREE = "safetensors: store non-tensor values in the header, where Holdfast finds them"
+FORMAT_OF_RANKS = Option(
+    "native",
+    "output format: native, dcp or safetensors (default: native)",
+    check_text,
+)
 
 OPTIONS: dict[str, Option] = {
     "limits": Option(
-        None, "bounds for what a file may demand, such as the number of tensors: holdfast.Limits()",
-        read=arguments.limits, flag="",
+        None,
+        "bounds for what a file may demand, such as the number of tensors: holdfast.Limits()",
+        check_limits,
+        flag="",
     ),
     "threads": Option(
-        None, "number of threads (default: chosen for this machine)", "N", arguments.count
+        None,
+        "number of threads (default: chosen for this machine)",
+        check_count,
+        metavar="N",
     ),
     "progress": Option(
-        None, "function to call with the number of bytes done since its last call",
-        read=arguments.progress, flag="",
+        None,
+        "function to call with the number of bytes done since its last call",
+        check_progress,
+        flag="",
     ),
-    "overwrite": switch(False, "replace an existing file or folder (default: stop with an error)"),
-    "durable": switch(True, "wait until the data is on the disk, with fsync (default: yes)"),
-    "read_back": switch(
-        True, "read the written data again and compare it before it appears at DST (default: yes)"
+    "overwrite": Option(
+        False,
+        "replace an existing file or folder (default: stop with an error)",
+        check_flag,
     ),
+    "SaveOptions.overwrite": Option(
+        None,
+        "replace an existing file or folder (default: replace only a file)",
+        check_flag,
+    ),
+    "durable": Option(
+        True,
+        "wait until the data is on the disk, with fsync (default: yes)",
+        check_flag,
+    ),
+    "read_back": Option(
+        True,
+        "read the written data again and compare it before it appears at DST (default: yes)",
+        check_flag,
+    ),
+    "SaveOptions.read_back": READ_BACK_OF_STATES,
+    "PackageOptions.read_back": READ_BACK_OF_STATES,
     "max_memory": Option(
-        MAX_MEMORY, "memory limit for buffers (default: 1GiB)", "SIZE", arguments.size
+        MAX_MEMORY,
+        "memory limit for buffers (default: 1GiB)",
+        check_size,
+        metavar="SIZE",
     ),
-    "dry_run": switch(
-        False, "report the files, sizes and free space, and write nothing", short="-n"
+    "SaveOptions.max_memory": MAX_MEMORY_OF_STATES,
+    "PackageOptions.max_memory": MAX_MEMORY_OF_STATES,
+    "dry_run": Option(
+        False,
+        "report the files, sizes and free space, and write nothing",
+        check_flag,
+        short_flag="-n",
     ),
-    "folder": switch(False, "write a folder, as if DST ended with a slash"),
+    "folder": Option(
+        False,
+        "write a folder, as if DST ended with a slash",
+        check_flag,
+    ),
     "format": Option(
-        None, "output format (default: from the suffix of DST)", "FORMAT", arguments.text
+        None,
+        "output format (default: from the suffix of DST)",
+        check_text,
+        metavar="FORMAT",
     ),
-    "in_place": switch(False, "replace the source atomically instead of writing to DST"),
-    "store": Option(None, "obstore store that contains the target; DST is a key in it", flag=""),
+    "PackageOptions.format": Option(
+        None,
+        "output format (default: from the suffix of DST)",
+        check_text,
+        metavar="PACKAGE",
+    ),
+    "ShardedOptions.format": FORMAT_OF_RANKS,
+    "AsyncShardedOptions.format": FORMAT_OF_RANKS,
+    "in_place": Option(
+        False,
+        "replace the source atomically instead of writing to DST",
+        check_flag,
+    ),
+    "store": Option(
+        None,
+        "obstore store that contains the target; DST is a key in it",
+        flag="",
+    ),
     "group": Option(
         None,
         "ranks that share the work, from holdfast.torch.group(); call the function on every rank",
-        read=arguments.group, flag="",
+        check_group,
+        flag="",
     ),
     "map": Option(
         None,
-        "layout map to apply, such as 'qwen3:hf:megatron' (FAMILY:FROM:TO); 'auto' detects the family "
-        "and converts to Hugging Face names",
-        "MAP", arguments.map_name,
+        "layout map to apply, such as 'qwen3:hf:megatron' (FAMILY:FROM:TO); 'auto' detects the "
+        "family and converts to Hugging Face names",
+        check_map,
+        metavar="MAP",
     ),
     "max_shard_size": Option(
-        None, "split the tensors into files of at most this size, such as 5GB", "SIZE",
-        arguments.size,
+        None,
+        "split the tensors into files of at most this size, such as 5GB",
+        check_size,
+        metavar="SIZE",
     ),
     "copy_config": Option(
-        True, "if DST is a directory, copy config and tokenizer files from this folder (default: SRC)",
-        "DIR",
+        True,
+        "if DST is a directory, copy config and tokenizer files from this folder (default: SRC)",
+        metavar="DIR",
     ),
     "dtype": Option(
         None,
         "cast floating-point tensors to bf16, f16, f32, …; '*norm*=f32' casts only tensors whose "
         "names match, '*norm*=keep' leaves them unchanged",
-        "[GLOB=]DTYPE", arguments.dtypes, many=True,
+        check_dtypes,
+        metavar="[GLOB=]DTYPE",
+        is_repeatable=True,
     ),
     "keep": Option(
-        (), "keep only names that match; repeatable", "GLOB", arguments.patterns, many=True
+        (),
+        "keep only names that match; repeatable",
+        check_patterns,
+        metavar="GLOB",
+        is_repeatable=True,
     ),
     "drop": Option(
-        (), "remove names that match; repeatable", "GLOB", arguments.patterns, many=True
+        (),
+        "remove names that match; repeatable",
+        check_patterns,
+        metavar="GLOB",
+        is_repeatable=True,
     ),
     "rename": Option(
-        (), "rename tensors: 'model.*=*' removes the prefix 'model.'; repeatable", "OLD=NEW",
-        arguments.pairs, many=True,
+        (),
+        "rename tensors: 'model.*=*' removes the prefix 'model.'; repeatable",
+        check_renames,
+        metavar="OLD=NEW",
+        is_repeatable=True,
     ),
-    "tensors_only": switch(False, "leave out values that are not tensors"),
+    "tensors_only": Option(
+        False,
+        "leave out values that are not tensors",
+        check_flag,
+    ),
     "model": Option(
-        None, "extract the state dict of this model from a .pt2 package", "NAME", arguments.text
+        None,
+        "extract the state dict of this model from a .pt2 package",
+        check_text,
+        metavar="NAME",
     ),
-    "constants": switch(False, "include the constants of the programs in a .pt2 package"),
-    "sample_inputs": switch(False, "include the sample inputs of the programs in a .pt2 package"),
-    "dequantize": switch(False, "decode the quantized blocks of GGUF to floating point"),
-    "keep_tree": switch(True, PICKLED_TREE, flag=""),
-    "resume": switch(
-        False, "continue an interrupted conversion to a directory: reuse its finished files"
+    "ReplaceOptions.model": Option(
+        None,
+        "model to replace, if the archive has several",
+        check_text,
+        metavar="NAME",
+        flag="",
+    ),
+    "constants": Option(
+        False,
+        "include the constants of the programs in a .pt2 package",
+        check_flag,
+    ),
+    "sample_inputs": Option(
+        False,
+        "include the sample inputs of the programs in a .pt2 package",
+        check_flag,
+    ),
+    "dequantize": Option(
+        False,
+        "decode the quantized blocks of GGUF to floating point",
+        check_flag,
+    ),
+    "keep_tree": Option(
+        True,
+        "safetensors: store non-tensor values in the header, where Holdfast finds them",
+        check_flag,
+        flag="",
+    ),
+    "SaveOptions.keep_tree": Option(
+        False,
+        "safetensors: store non-tensor values in the header, where Holdfast finds them",
+        check_flag,
+    ),
+    "resume": Option(
+        False,
+        "continue an interrupted conversion to a directory: reuse its finished files",
+        check_flag,
     ),
     "set_metadata": Option(
-        None, "set a metadata entry; repeatable", "KEY=VALUE", arguments.texts, many=True,
+        None,
+        "set a metadata entry; repeatable",
+        check_texts,
+        metavar="KEY=VALUE",
+        is_repeatable=True,
         flag="--set",
     ),
     "unset_metadata": Option(
-        (), "remove a metadata entry; repeatable", "KEY", arguments.patterns, many=True,
+        (),
+        "remove a metadata entry; repeatable",
+        check_patterns,
+        metavar="KEY",
+        is_repeatable=True,
         flag="--unset",
     ),
     "masks": Option(
         None,
         "write the pruning masks: 'beside' the weights in the directory DST, or 'only' the masks",
-        "HOW", arguments.text, choices=("beside", "only"),
+        check_text,
+        metavar="HOW",
+        choices=("beside", "only"),
     ),
     "deduplicate": Option(
-        "storage", "store tensors with equal content once, even if they come from different files",
-        read=arguments.text, flag="--content", given="content",
+        "storage",
+        "store tensors with equal content once, even if they come from different files",
+        check_text,
+        flag="--content",
+        flag_value="content",
     ),
-    "weights": Option(..., "a state dict, an open checkpoint, or the path of a checkpoint", flag=""),
-    "mesh": Option(..., "mesh of ranks, such as dp=2,tp=4", "NAME=N,…", arguments.counts),
+    "weights": Option(
+        ...,
+        "a state dict, an open checkpoint, or the path of a checkpoint",
+        flag="",
+    ),
+    "mesh": Option(
+        ...,
+        "mesh of ranks, such as dp=2,tp=4",
+        check_mesh,
+        metavar="NAME=N,…",
+    ),
     "metadata": Option(
-        None, "text entries to store with the checkpoint, by name", read=arguments.texts
+        None,
+        "text entries to store with the checkpoint, by name",
+        check_texts,
     ),
     "base": Option(
-        None, "previous checkpoint: tensors that are unchanged since then are not written again"
+        None,
+        "previous checkpoint: tensors that are unchanged since then are not written again",
     ),
-    "hashes": switch(
-        False, "store content hashes, so that a later save can use this checkpoint as its base"
+    "hashes": Option(
+        False,
+        "store content hashes, so that a later save can use this checkpoint as its base",
+        check_flag,
     ),
     "values": Option(
         "agree",
         "'agree': fail if values that are not tensors differ between ranks; "
         "'first': save the values of the first rank",
-        read=arguments.one_of("agree", "first"),
+        make_choice_check("agree", "first"),
     ),
     "per_rank": Option(
-        (), "names of values that every rank saves for itself", read=arguments.patterns
+        (),
+        "names of values that every rank saves for itself",
+        check_patterns,
     ),
-    "check_replicas": switch(
-        True, "compare the checksums of tensors that several ranks hold (default: yes)"
+    "check_replicas": Option(
+        True,
+        "compare the checksums of tensors that several ranks hold (default: yes)",
+        check_flag,
     ),
     "deadline": Option(
-        DEADLINE, "consider a rank lost after this many seconds without a heartbeat (default: 60)",
-        read=parse_seconds,
+        DEADLINE,
+        "consider a rank lost after this many seconds without a heartbeat (default: 60)",
+        parse_seconds,
     ),
     "when_busy": Option(
-        "wait", "'wait' until another save of this process ends, or 'refuse'",
-        read=arguments.one_of("wait", "refuse"),
+        "wait",
+        "'wait' until another save of this process ends, or 'refuse'",
+        make_choice_check("wait", "refuse"),
     ),
     "max_host_memory": Option(
-        None, "limit for the page-locked memory of GPU copies (default: half of what is available)",
-        read=arguments.size,
+        None,
+        "limit for the page-locked memory of GPU copies (default: half of what is available)",
+        check_size,
     ),
-    "metrics": Option(None, "metrics of this step, by name", read=arguments.metrics),
+    "metrics": Option(
+        None,
+        "metrics of this step, by name",
+        check_metrics,
+    ),
+    "SealOptions.metrics": Option(
+        None,
+        "record a metric (default: read from the files); repeatable",
+        check_metrics,
+        metavar="NAME=VALUE",
+        is_repeatable=True,
+        flag="--metric",
+    ),
     "step": Option(
-        None, "number of the step (default: read from the files)", "STEP", arguments.step
+        None,
+        "number of the step (default: read from the files)",
+        check_step,
+        metavar="STEP",
     ),
-    "ran": Option(None, "seconds that the training has run", read=parse_seconds, flag=""),
+    "ran": Option(
+        None,
+        "seconds that the training has run",
+        parse_seconds,
+        flag="",
+    ),
     "digest": Option(
-        "xxh3-128", "digest algorithm (default: xxh3-128)", "HOW", arguments.one_of(*DIGESTS),
+        "xxh3-128",
+        "digest algorithm (default: xxh3-128)",
+        make_choice_check(*DIGESTS),
+        metavar="HOW",
         choices=DIGESTS,
     ),
-}  # fmt: skip
-"""Each option by its name."""
-
-# A state in memory need not be streamed, and it can be saved again if the disk fails.
-OF_STATES = {
-    "read_back": switch(
-        False, "read the written data again and compare it before publishing (default: no)"
-    ),
-    "max_memory": OPTIONS["max_memory"]._replace(
-        default=None, help="memory limit for buffers (default: none)"
-    ),
 }
-OF_RANKS = {
-    "format": Option(
-        "native",
-        "output format: native, dcp or safetensors (default: native)",
-        read=arguments.text,
-    )
-}
+"""Each option by its name. "SaveOptions.overwrite" is the entry for one option set."""
 
-RECORD_OPTIONS: dict[Callable[..., object], Mapping[str, Option]] = {
-    SaveOptions: {
-        **OF_STATES,
-        "overwrite": OPTIONS["overwrite"]._replace(
-            default=None, help="replace an existing file or folder (default: replace only a file)"
-        ),
-        "keep_tree": switch(False, PICKLED_TREE),
-    },
-    PackageOptions: {**OF_STATES, "format": OPTIONS["format"]._replace(word="PACKAGE")},
-    ReplaceOptions: {
-        "model": Option(
-            None, "model to replace, if the archive has several", "NAME", arguments.text, flag=""
-        )
-    },
-    ShardedOptions: OF_RANKS,
-    AsyncShardedOptions: OF_RANKS,
-    SealOptions: {
-        "metrics": Option(
-            None, "record a metric (default: read from the files); repeatable", "NAME=VALUE",
-            arguments.metrics, many=True, flag="--metric",
-        )
-    },
-}  # fmt: skip
-"""Options of one record that differ from `OPTIONS`."""
-
-READERS: dict[str, Reader | None] = {
-    "allow": arguments.allowed,
-    "bins": lambda value, name: parse_count(value, name, least=0, most=arguments.MOST),
-    "by": arguments.text,
-    "extra_files": arguments.contents,
-    "filter": arguments.text,
-    "models": arguments.mapping,
-    "opset_version": arguments.versions,
-    "pattern": arguments.text,
-    "prefix": arguments.text,
+PARAMETER_CHECKS: dict[str, ArgumentCheck] = {
+    "allow": check_allowed,
+    "bins": check_bin_count,
+    "by": check_text,
+    "extra_files": check_extra_files,
+    "filter": check_text,
+    "models": check_mapping,
+    "opset_version": check_counts,
+    "pattern": check_text,
+    "prefix": check_text,
     "sample": parse_fraction,
 }
-"""The checks of parameters that are not in a record."""
+"""The checks of parameters that are not in an option set."""
 
 NULLABLE = frozenset({"max_memory"})
-"""Options whose None does not stand for the default: it means that there is no budget."""
+"""Options whose None does not stand for the default. It means that there is no memory limit."""
 
 
 @functools.cache
-def get_options(record: Callable[..., object]) -> dict[str, Option]:
-    """Return the options of a record; those that every writing verb has come last."""
-    names = list(record.__annotations__)
-    common = [*FormatOption.__annotations__, *WriteOptions.__annotations__]
-    names.sort(key=lambda name: common.index(name) if name in common else -1)
-    differing = RECORD_OPTIONS.get(record, {})
-    return {name: differing[name] if name in differing else OPTIONS[name] for name in names}
+def get_options(option_set: Callable[..., object]) -> dict[str, Option]:
+    """Return the options of an option set by name. The most common ones come last, as in help."""
+    names = option_set.__annotations__
+    common_names = [*FormatOption.__annotations__, *WriteOptions.__annotations__]
+    special_names = [name for name in names if name not in common_names]
+    ordered_names = special_names + [name for name in common_names if name in names]
+
+    options: dict[str, Option] = {}
+    for name in ordered_names:
+        own_entry = OPTIONS.get(f"{option_set.__name__}.{name}")
+        options[name] = own_entry or OPTIONS[name]
+    return options
 
 
-def annotation_of(record: Callable[..., object], name: str) -> str:
-    """Return the type of an option, as its record has it."""
-    kind = record.__annotations__[name]
-    text = kind.__forward_arg__ if isinstance(kind, ForwardRef) else inspect.formatannotation(kind)
-    return text.removeprefix("Required[").removesuffix("]") if "Required[" in text else text
+def get_annotation(option_set: Callable[..., object], name: str) -> str:
+    """Return the type of an option as text, as its option set has it."""
+    annotation = option_set.__annotations__[name]
+    text = inspect.formatannotation(annotation)
+    if isinstance(annotation, ForwardRef):
+        text = annotation.__forward_arg__
+    if "Required[" in text:
+        text = text.removeprefix("Required[").removesuffix("]")
+    return text
 
 
-def pick_fields(record: Callable[..., T], options: Mapping[str, Any], **more: Any) -> T:  # noqa: ANN401  # whatever the fields take
-    """Return a record (`Value`) of those options that are fields of it."""
-    fields: tuple[str, ...] = record.__struct_fields__  # type: ignore[attr-defined]
-    return record(**{name: options[name] for name in fields if name in options}, **more)
+def pick_fields(value_type: Callable[..., T], options: Mapping[str, Any], **more: Any) -> T:  # noqa: ANN401  # whatever the fields take
+    """Make a value of a lower layer from the options that have the names of its fields.
+
+    Args:
+        value_type: A subclass of `Value`, such as `Edits`.
+        options: The options of a verb. Those that are not fields are ignored.
+        more: Further fields.
+    """
+    field_names: tuple[str, ...] = value_type.__struct_fields__  # type: ignore[attr-defined]
+    fields = {name: options[name] for name in field_names if name in options}
+    return value_type(**fields, **more)
 
 
-def checked(record: Callable[..., T], given: Mapping[str, object]) -> T:
-    """Return all options of a record: those that are given, checked, and defaults for the others."""
-    values = {}
-    for name, option in get_options(record).items():
-        value = given.get(name)
-        if value is not None:
-            values[name] = option.read(value, f"{name}=") if option.read else value
-        elif name in given and name in NULLABLE:
-            values[name] = None
+def check_options(option_set: Callable[..., T], values: Mapping[str, object]) -> T:
+    """Check the options that are passed, and return all options of an option set.
+
+    Options that are missing or None have their defaults.
+    """
+    checked_values: dict[str, object] = {}
+    for name, option in get_options(option_set).items():
+        value = values.get(name)
+        if value is None:
+            is_unlimited = name in NULLABLE and name in values
+            checked_values[name] = None if is_unlimited else option.default
+        elif option.check is None:
+            checked_values[name] = value
         else:
-            values[name] = option.default
-    return cast("T", values)
+            checked_values[name] = option.check(value, f"{name}=")
+    return cast("T", checked_values)
 
 
 @overload
@@ -503,101 +741,151 @@ def validate_arguments(verb: Callable[P, R], /) -> Callable[P, R]: ...
 
 
 @overload
-def validate_arguments(**readers: Reader) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def validate_arguments(**checks: ArgumentCheck) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
-def validate_arguments(verb: Callable[P, R] | None = None, /, **readers: Reader) -> object:
-    """Decorate a verb so that it only receives arguments that are checked.
+def validate_arguments(verb: Callable[P, R] | None = None, /, **checks: ArgumentCheck) -> object:
+    """Decorate a verb so that it receives only arguments that were checked.
 
-    Parameters are checked by their names; `readers` take precedence over the checks of all verbs. An
-    unknown keyword is a `TypeError` that suggests the closest name.
+    The check of a parameter is found by its name, in `checks` first. An unknown keyword raises a
+    `TypeError` that suggests the most similar name.
     """
     if verb is None:
-        return lambda verb: _validate(verb, readers)
-    return _validate(verb, readers)
+        return lambda decorated_verb: _validate(decorated_verb, checks)
+    return _validate(verb, checks)
 
 
-def _validate(verb: Callable[P, R], readers: Mapping[str, Reader]) -> Callable[P, R]:
+class _ParameterRule(NamedTuple):
+    """How an argument of a verb is checked."""
+
+    check: ArgumentCheck | None
+    none_value: object
+    """The value that None stands for."""
+    allows_none: bool
+    """Whether None stands for `none_value`. Otherwise it is checked as any other value."""
+
+
+def _validate(verb: Callable[P, R], checks: Mapping[str, ArgumentCheck]) -> Callable[P, R]:
+    """Return a function with the signature and the help of a verb that checks its arguments."""
     signature = inspect.signature(verb)
-    parameters = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-    positional = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
-    record = _record_of(verb)
-    options = {} if record is None else get_options(record)
-    required = [name for name, option in options.items() if option.default is ...]
-    defaults = {name: options[name].default for name in options if name not in required}
-
-    checks = {parameter.name: _reader_of(parameter) for parameter in parameters}
-    checks.update((name, option.read) for name, option in options.items())
-    checks.update((name, reader) for name, reader in readers.items() if name in checks)
-    # None stands for these values.
-    absent = {one.name: one.default for one in parameters if one.default is not one.empty}
-    absent.update(defaults)
-    absent.update((name, None) for name in NULLABLE if name in absent)
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    positional_names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    option_set = _find_option_set(verb)
+    options: dict[str, Option] = {}
+    if option_set is not None:
+        options = get_options(option_set)
+    rules = _make_rules(parameters, options, checks)
+    required_names = [name for name in options if options[name].default is ...]
+    defaults = {name: options[name].default for name in options if name not in required_names}
 
     @functools.wraps(verb)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         checked_values = []
-        for name, value in (*zip(positional, args, strict=False), *kwargs.items()):
-            if name not in checks:
-                raise _unexpected_keyword(verb.__name__, name, checks)
-            reader = checks[name]
-            if value is None and name in absent:
-                value = absent[name]
-            elif reader is not None:
-                value = reader(value, f"{name}=")
+        for name, value in (*zip(positional_names, args, strict=False), *kwargs.items()):
+            if name not in rules:
+                raise _make_keyword_error(verb.__name__, name, rules)
+            rule = rules[name]
+            if value is None and rule.allows_none:
+                value = rule.none_value
+            elif rule.check is not None:
+                value = rule.check(value, f"{name}=")
             checked_values.append(value)
-        for name in required:
+        for name in required_names:
             if name not in kwargs:
                 raise BadArgumentType(f"{verb.__name__}() needs {name}=: {options[name].help}")
 
-        count = min(len(positional), len(args))
+        # Surplus positional arguments are passed on, so that Python raises its own error for them.
+        count = min(len(positional_names), len(args))
+        checked_args = (*checked_values[:count], *args[count:])
         checked_kwargs = dict(zip(kwargs, checked_values[count:], strict=True))
         try:
-            # Arguments beyond the known ones are passed on for Python's own error.
-            return verb(*checked_values[:count], *args[count:], **defaults | checked_kwargs)  # type: ignore[arg-type]  # the same parameters, of narrower kinds
+            return verb(*checked_args, **defaults | checked_kwargs)  # type: ignore[arg-type]  # the parameters of the verb
         except (RanksFailed, RankLost) as error:
-            # Every rank prints this error. The frames inside of Holdfast are the same on all of them.
+            # Every rank prints this error. The frames in Holdfast are the same on all ranks.
             cut_traceback(error)
             raise
 
-    if record is not None:
-        keywords = [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation_of(record, name),
-                default=defaults.get(name, inspect.Parameter.empty),
-            )
-            for name in options
-        ]  # fmt: skip
+    if option_set is not None:
+        keywords = [_make_parameter(option_set, name) for name in options]
         call.__signature__ = signature.replace(parameters=[*parameters, *keywords])  # type: ignore[attr-defined]
-        width = max(map(len, options))
-        lines = [f"    {name:{width}}  {option.help}" for name, option in options.items()]
-        call.__doc__ = "\n".join([inspect.cleandoc(verb.__doc__ or ""), "", "Options:", *lines])
+        call.__doc__ = _append_options(verb.__doc__ or "", options)
     return call
 
 
-def _reader_of(parameter: inspect.Parameter) -> Reader | None:
-    """Return the check of a parameter that is not in a record."""
+def _make_rules(
+    parameters: Sequence[inspect.Parameter],
+    options: Mapping[str, Option],
+    checks: Mapping[str, ArgumentCheck],
+) -> dict[str, _ParameterRule]:
+    """Decide how each argument of a verb is checked.
+
+    Args:
+        parameters: The parameters that the verb lists in its signature.
+        options: The options of its option set.
+        checks: The checks of its decorator, by the name of a parameter.
+    """
+    rules: dict[str, _ParameterRule] = {}
+    for parameter in parameters:
+        check = checks.get(parameter.name) or _find_check(parameter)
+        has_default = parameter.default is not parameter.empty
+        rules[parameter.name] = _ParameterRule(check, parameter.default, has_default)
+    for name, option in options.items():
+        check = checks.get(name) or option.check
+        rules[name] = _ParameterRule(check, option.default, option.default is not ...)
+    for name in NULLABLE.intersection(rules):
+        rules[name] = rules[name]._replace(none_value=None)
+    return rules
+
+
+def _find_check(parameter: inspect.Parameter) -> ArgumentCheck | None:
+    """Return the check of a parameter that a verb lists in its signature."""
     name = parameter.name
-    if name in OPTIONS and OPTIONS[name].read:
-        return OPTIONS[name].read
-    return READERS.get(name) or (arguments.flag if isinstance(parameter.default, bool) else None)
+    if name in OPTIONS and OPTIONS[name].check:
+        return OPTIONS[name].check
+    if name in PARAMETER_CHECKS:
+        return PARAMETER_CHECKS[name]
+    return check_flag if isinstance(parameter.default, bool) else None
 
 
-def _record_of(verb: Callable[..., object]) -> type | None:
-    """Return the record that a verb names in its signature: `**options: Unpack[ConvertOptions]`."""
+def _find_option_set(verb: Callable[..., object]) -> type | None:
+    """Return the option set that a verb names: `**options: Unpack[ConvertOptions]`."""
     for annotation in map(str, verb.__annotations__.values()):
         if annotation.startswith("Unpack["):
-            # As text: the other names of the signature may exist for type checkers only.
+            # Only this name is looked up. Others may be imported for type checkers alone.
             name = annotation.removeprefix("Unpack[").removesuffix("]")
             return cast("type", verb.__globals__[name])
     return None
 
 
-def _unexpected_keyword(verb: str, name: str, known: Iterable[str]) -> BadArgumentType:
-    import difflib  # Only for misspelled names.
+def _make_parameter(option_set: type, name: str) -> inspect.Parameter:
+    """Return an option as a keyword parameter of a signature."""
+    default = get_options(option_set)[name].default
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        annotation=get_annotation(option_set, name),
+        default=inspect.Parameter.empty if default is ... else default,
+    )
 
-    similar = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {similar[0]!r}?" if similar else f"it takes {', '.join(known)}"
+
+def _append_options(docstring: str, options: Mapping[str, Option]) -> str:
+    """Append a list of options with their help to a docstring."""
+    name_width = max(map(len, options))
+    lines = [f"    {name:{name_width}}  {option.help}" for name, option in options.items()]
+    return "\n".join([inspect.cleandoc(docstring), "", "Options:", *lines])
+
+
+def _make_keyword_error(
+    verb_name: str, keyword: str, known_names: Iterable[str]
+) -> BadArgumentType:
+    """Return the error for an unknown keyword. It suggests the most similar name."""
+    # Imported here because only a misspelled name needs it.
+    import difflib
+
+    similar_names = difflib.get_close_matches(keyword, known_names, n=1)
+    hint = f"it takes {', '.join(known_names)}"
+    if similar_names:
+        hint = f"did you mean {similar_names[0]!r}?"
     return BadArgumentType(
-        f"{verb}() got an unexpected keyword argument {name!r}; {hint}", found=name
+        f"{verb_name}() got an unexpected keyword argument {keyword!r}; {hint}", found=keyword
     )

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import nn
 
-from holdfast.core.arguments import flag, text
+from holdfast.core.arguments import check_flag, check_text
 from holdfast.errors import BadArgument
 from holdfast.stores.paths import local_path
 from holdfast.torch.tensors.slices import slices
 
-KNOWN = {"path": text, "prefix": text, "mmap": flag, "verify": flag}
+KNOWN = {"path": check_text, "prefix": check_text, "mmap": check_flag, "verify": check_flag}
 
 
 class Options:

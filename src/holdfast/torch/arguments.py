@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from holdfast.core.arguments import dtype as any_dtype
+from holdfast.core.arguments import check_dtype
 from holdfast.core.dtype import DType
 from holdfast.core.quantities import describe_value
 from holdfast.errors import BadArgument, BadArgumentType
@@ -39,7 +39,7 @@ def device(value: object, name: str) -> torch.device:
 
 def dtype(value: object, name: str) -> torch.dtype:
     """A floating-point dtype of torch, from torch's, numpy's, or a name."""
-    given = value if isinstance(value, torch.dtype) else any_dtype(value, name)
+    given = value if isinstance(value, torch.dtype) else check_dtype(value, name)
     found: object = versions.dtype(given.torch or "") if isinstance(given, DType) else given
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         message = f"{name} is what floating-point tensors shall be: a floating-point torch.dtype, not {describe_value(value)}"

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from holdfast.core.arguments import one_of, pairs
+from holdfast.core.arguments import check_renames, make_choice_check
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.digest import Digest, canonicalize
@@ -364,7 +364,7 @@ class Diff(NotebookResult):
     def ranked(self, by: str = "change") -> tuple[TensorChange, ...]:
         """The changed tensors by "change": those in which NaN or infinities appeared, then the others, each the largest first; by
         "name": as people count, layer 2 before layer 10; or as the "file" has them."""
-        if one_of(*ORDERS)(by, "by=") == "file":
+        if make_choice_check(*ORDERS)(by, "by=") == "file":
             return self.changed
         named = sort_naturally(self.changed, attrgetter("name"))
         return tuple(
@@ -383,7 +383,7 @@ ORDERS = ("change", "name", "file")
 
 
 @validate_arguments(
-    rename=lambda value, name: value if isinstance(value, bool) else pairs(value, name)
+    rename=lambda value, name: value if isinstance(value, bool) else check_renames(value, name)
 )
 def diff(
     a: Openable | Checkpoint,

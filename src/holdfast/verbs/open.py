@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
 
 import numpy as np
 
-from holdfast.core.arguments import rules as rules_of
+from holdfast.core.arguments import make_rules_check
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
 from holdfast.core.limits import DEFAULTS, Limits
@@ -58,7 +58,7 @@ PATIENCE_S = 10.0
 open, and may be replaced during ten tries in a row."""
 
 
-@validate_arguments(rules=rules_of(PlacementRule))
+@validate_arguments(rules=make_rules_check(PlacementRule))
 def open(
     path: Openable,
     *,

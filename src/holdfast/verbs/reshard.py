@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Unpack
 
-from holdfast.core.arguments import rules as rules_of
+from holdfast.core.arguments import make_rules_check
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.options import ReshardOptions, validate_arguments
@@ -158,7 +158,7 @@ def local_box(
     return Box(tuple(start), tuple(stop))
 
 
-@validate_arguments(rules=rules_of(PlacementRule))
+@validate_arguments(rules=make_rules_check(PlacementRule))
 def reshard(
     src: Openable | Checkpoint, dst: str | os.PathLike[str], *, rules: Sequence[str | PlacementRule] = (),
     **options: Unpack[ReshardOptions],

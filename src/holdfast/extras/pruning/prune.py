@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Unpack
 
-from holdfast.core.arguments import rules as rules_of
+from holdfast.core.arguments import make_rules_check
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.documents import message_type, read_document, write_document
 from holdfast.core.group import divide_work, exchange
@@ -128,7 +128,7 @@ class Pruned(Saved):
         return sum(tensor.zeros for tensor in self.tensors) / self.size if self.size else 0.0
 
 
-@validate_arguments(rules=rules_of(PruningRule))
+@validate_arguments(rules=make_rules_check(PruningRule))
 def prune(
     src: Openable | Checkpoint,
     dst: str | os.PathLike[str],

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, TypeVar, Unpack, overload
 
 import torch.distributed as dist
 
-from holdfast.core.arguments import one_of
+from holdfast.core.arguments import make_choice_check
 from holdfast.core.documents import message_type, read_document, write_document
 from holdfast.core.group import UNCHANGED, Ranks, joint_phase
 from holdfast.core.opaque import AnyValue
@@ -241,7 +241,7 @@ class Run(PlainRun):
         self, into: T, *, deep: bool = ..., strict: bool = ..., per_rank: PerRank = ..., cast: bool = ...,
         threads: int | None = ...,
     ) -> T | None: ...  # fmt: skip
-    @validate_arguments(per_rank=one_of("own", "keep"))
+    @validate_arguments(per_rank=make_choice_check("own", "keep"))
     def resume(
         self,
         into: Stateful | Mapping[str, object] | None = None,

@@ -33,9 +33,9 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack, overload
 
-from holdfast.core.arguments import one_of
+from holdfast.core.arguments import check_flag, make_choice_check
 from holdfast.core.opaque import AnyValue
-from holdfast.core.options import RECORD_OPTIONS, Option, StoreOption, switch, validate_arguments
+from holdfast.core.options import OPTIONS, Option, StoreOption, validate_arguments
 from holdfast.core.quantities import Size, describe_value, parse_nbytes, parse_seconds
 from holdfast.core.runtime import gc_paused, make_fork_safe
 from holdfast.core.value import replace
@@ -105,21 +105,31 @@ class RunOptions(StoreOption, total=False):
     grace: float | str | None
 
 
-RECORD_OPTIONS[RunOptions] = {
-    "keep": Option((), "rules of what is kept", read=read_rules),
-    "budget": Option(None, "what all steps together may have", read=parse_nbytes),
-    "when_full": Option(
-        "error", "what a save does that has no room", read=one_of("error", "evict", "pause")
+OPTIONS |= {
+    "RunOptions.keep": Option((), "rules that select the steps to keep", read_rules),
+    "RunOptions.budget": Option(None, "limit for the size of all steps together", parse_nbytes),
+    "RunOptions.when_full": Option(
+        "error",
+        "what a save does if there is no room: 'error', 'evict' or 'pause'",
+        make_choice_check("error", "evict", "pause"),
     ),
-    "when_failed": Option("raise", "what a save does that fails", read=one_of("raise", "warn")),
-    "export": Option((), "conversions of published steps, in the background"),
-    "share": switch(True, "write only what changed since the step before"),
-    "signals": Option(
+    "RunOptions.when_failed": Option(
+        "raise",
+        "what a save does if it fails: 'raise' or 'warn'",
+        make_choice_check("raise", "warn"),
+    ),
+    "RunOptions.export": Option((), "conversions of published steps, in the background"),
+    "RunOptions.share": Option(
+        True,
+        "write only what changed since the previous step",
+        check_flag,
+    ),
+    "RunOptions.signals": Option(
         False,
-        "hold SIGTERM back until `interrupted` is asked",
-        read=read_run_signals,
+        "hold SIGTERM back until `interrupted` is read",
+        read_run_signals,
     ),
-    "grace": Option(None, "the time from a signal to the kill", read=parse_seconds),
+    "RunOptions.grace": Option(None, "the time from a signal to the kill", parse_seconds),
 }
 
 

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from holdfast.core.arguments import one_of
+from holdfast.core.arguments import make_choice_check
 from holdfast.core.documents import (
     encode_message,
     message_type,
@@ -132,7 +132,10 @@ class Verdict(msgspec.Struct):
     assignments: ReadAssignments
 
 
-@validate_arguments(replicated=one_of(*get_args(Replicated)), per_rank=one_of(*get_args(PerRank)))
+@validate_arguments(
+    replicated=make_choice_check(*get_args(Replicated)),
+    per_rank=make_choice_check(*get_args(PerRank)),
+)
 def load_sharded(
     path: str | os.PathLike[str],
     state: Stateful | Mapping[str, object],

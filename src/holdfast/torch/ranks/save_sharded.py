@@ -8,7 +8,7 @@ from typing import Literal, Unpack
 
 import torch.distributed as dist
 
-from holdfast.core.arguments import one_of
+from holdfast.core.arguments import make_choice_check
 from holdfast.core.options import (
     AsyncShardedOptions,
     ShardedOptions,
@@ -27,7 +27,7 @@ from holdfast.torch.ranks.staging import Staged, Versions, stage, versions
 from holdfast.verbs.shared.base import check_shares
 from holdfast.verbs.shared.state import Stateful, state_and_path, state_dicts
 
-FORMATS = one_of(*titles(rank_formats()))
+FORMATS = make_choice_check(*titles(rank_formats()))
 
 
 @validate_arguments(format=FORMATS)

@@ -20,7 +20,7 @@ from types import TracebackType
 
 import torch
 
-from holdfast.core.arguments import patterns
+from holdfast.core.arguments import check_patterns
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import AnyValue
@@ -134,7 +134,7 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         """Close the files. Tensors that were read stay valid."""
         self.lazy.close()
 
-    @validate_arguments(dtype=float_dtype, device=device_given, names=patterns)
+    @validate_arguments(dtype=float_dtype, device=device_given, names=check_patterns)
     def read(
         self,
         names: Iterable[str] | None = None,
