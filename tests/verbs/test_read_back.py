@@ -85,9 +85,8 @@ def break_writers(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken_content(plan, crcs):
         content, receipt = assemble_file(plan, crcs)
         broken = bytes([content[0] ^ 1]) + content[1:]
-        return broken, write.Receipt(
-            receipt.nbytes, receipt.crcs, [(0, len(broken), write.crc32(broken))]
-        )
+        block = write.WrittenBlock(0, len(broken), write.crc32(broken))
+        return broken, write.Receipt(receipt.nbytes, receipt.crcs, [block])
 
     monkeypatch.setattr(write, "assemble_file", broken_content)
     monkeypatch.setattr(stream, "assemble_file", broken_content)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import BytesIO
+from typing import TYPE_CHECKING
 
 from msgspec import field
 from msgspec.structs import force_setattr
@@ -24,6 +25,9 @@ from msgspec.structs import force_setattr
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
+
+if TYPE_CHECKING:
+    from holdfast.core.content_hash import HashAndHead  # it imports a library, for those who save
 
 SMALL_NBYTES = 64 << 10  # What is longer is written from where it lies, by itself.
 BLOCK_NBYTES = 4 << 20  # Of a file, what is made at a time.
@@ -46,6 +50,11 @@ def remove_hashes(sums: dict[str, int]) -> dict[str, int]:
         for label in [label for label in sums if SIGN in label]:
             del sums[label]
     return sums
+
+
+def get_hash_fields(label: str, hashed: HashAndHead) -> dict[str, int]:
+    """Return the hash and the head of data under their keys, to stand among the checksums."""
+    return {label + HASH_KEY: hashed.hash or 0, label + HEAD_KEY: hashed.head or 0}
 
 
 def join_pieces(pieces: Iterable[bytes], nbytes: int) -> bytes:

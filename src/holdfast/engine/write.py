@@ -1,15 +1,17 @@
-"""Carry out a save plan: segments at their offsets, by several threads, with checksums while the bytes pass by.
+"""Writes the files of a save plan, with several threads, and computes checksums on the way.
 
-1. Literal segments are joined with their neighbours where they touch, so that fifty thousand headers are a few writes.
-2. Data is cut into blocks. Tensors in memory are written straight from it; tensors in files are read into scratch, one block a
-   thread. Small tensors are gathered into blocks as well, since a system call a tensor would cost more than its bytes.
-3. Each block's CRC-32 is taken by the thread that has it; a tensor's follows by combination. So does its hash, where it is wanted.
-4. A Gathered segment is made and written by one thread; it knows its own CRCs.
-5. A Late segment that needs one CRC is made where that tensor is written, if both are in one stretch; the others are made and
-   written when all data is.
+1. A large tensor is cut into blocks. Data in memory is written from where it lies. Data of a file is
+   read into scratch memory, one block for each thread.
+2. Small neighboring segments form a batch, which is written by one call. A system call for each of
+   them would cost more than its bytes. So fifty thousand headers become a few writes.
+3. The thread that has a block computes its CRC-32, and its hash if the plan asks for one. The CRC-32
+   of a tensor is combined from those of its blocks.
+4. A `Gathered` segment is made and written by one thread. It computes the checksums of its items.
+5. A `Late` segment that needs the checksum of one tensor is made together with that tensor, if both
+   are in one batch. The other `Late` segments are made and written after all data.
 
-Several ranks may write one file, each a part of it (`write_range`). What each knows of the data then goes to the one of them that
-finishes the file (`RankSums`, `finish_file`).
+Several ranks can write one file, each a range of it (`write_range`). Each rank sends its checksums
+(`RankSums`) to the first rank, which finishes the file (`finish_file`).
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import accumulate
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 from msgspec import Struct, field
 
 from holdfast.core.arrays import byte_row
-from holdfast.core.content_hash import ContentHasher, HashAndHead, hash_bytes, hash_head
+from holdfast.core.content_hash import ContentHasher, hash_bytes, hash_head
 from holdfast.core.crc import BlockCrcs, crc32
 from holdfast.core.protocols import Request, Store, group_by_source
 from holdfast.engine.blocks import (
@@ -36,11 +38,9 @@ from holdfast.engine.blocks import (
     read_block,
 )
 from holdfast.engine.checksums import RangeSums
-from holdfast.engine.coalesce import Ranges
+from holdfast.engine.coalesce import SUMS, Ranges
 from holdfast.engine.digest import find_recorded_crc
 from holdfast.engine.saves import (
-    HASH_KEY,
-    HEAD_KEY,
     Data,
     FilePlan,
     Gathered,
@@ -50,34 +50,51 @@ from holdfast.engine.saves import (
     Memory,
     Segment,
     check_length,
+    get_hash_fields,
 )
 from holdfast.engine.threads import DEFAULT_THREADS, Scratch, cached_nbytes, run_all, run_reads
 from holdfast.errors import Corrupted, NotCommitted, error_context
 from holdfast.stores.local import read_at
 from holdfast.stores.virtual import Virtual, VirtualFile
 
-BLOCK_NBYTES = (
-    4 << 20
-)  # Most bytes that one thread reads, sums and writes at a time; few threads take less.
-GATHER_NBYTES = (
-    256 << 10
-)  # Neighbouring segments are gathered into one write as long as they are smaller than this together.
+BLOCK_NBYTES = 4 << 20
+"""The most bytes that a thread reads, sums and writes at a time. A few threads take less, so that a
+block stays in the cache (`cached_nbytes`)."""
 
-GATHERED_PART, SMALL_PART = 2, 16
-"""Where a store would rather be asked for so many bytes at a time (a GPU), segments are gathered up to the first part of them, and
-those up to the second part are small enough for that."""
+GATHER_NBYTES = 256 << 10
+"""A batch of small segments is written when it has this many bytes. A file with fewer is assembled
+in memory and written by one call."""
+
+BATCH_DIVISOR = 2
+"""Some stores, such as a GPU, prefer reads of a certain size. Data of such a store is collected in
+batches of that size divided by this."""
+
+SMALL_DIVISOR = 16
+"""Data of a store that prefers reads of a certain size is small up to that size divided by this."""
 
 MAX_GATHERING_THREADS = 4
-"""Threads that write a file of which most is gathered, at the most: what makes such segments holds the interpreter lock for a part
-of the time, and sixteen threads would rather wait for it than write."""
+"""The most threads that write a file that is mostly `Gathered` segments. To make such a segment takes
+Python code, which holds the interpreter lock: sixteen threads would mostly wait for it."""
 
-Progress = Callable[
-    [int], None
-]  # Called with the bytes that were written since the last call, from several threads.
+CHANGED_BYTES = (
+    "what was written does not read back the same: the disk or the memory is failing; "
+    "nothing was published"
+)
+
+Progress = Callable[[int], None]
+"""Called with the bytes that were written since the last call, from several threads."""
+
+BytesLike = bytes | bytearray | memoryview
+
+BorrowBytes = Callable[[], AbstractContextManager[memoryview]]
+"""Reads a block, for use in a `with`. Afterwards its memory may be used for another block."""
+
+PlacedSegment = tuple[int, Segment]
+"""A segment and its offset in the file."""
 
 
 class WritableFile(Protocol):
-    """An open file that can be written at any offset by several threads."""
+    """An open file that several threads can write, at any offset."""
 
     def allocate(self, nbytes: int) -> None:
         """Make the file this long."""
@@ -86,598 +103,729 @@ class WritableFile(Protocol):
         """Write all of the data at an offset."""
 
 
-Task = Callable[[], None]
-Block = tuple[
-    int, int, int
-]  # Bytes as they were written: the first one's place in the file, how many, their CRC-32.
+class WrittenBlock(NamedTuple):
+    """Consecutive bytes of a file that were written together."""
+
+    offset: int
+    nbytes: int
+    crc32: int
 
 
 class Receipt(Struct):
-    """What was written: the CRC-32 of every data segment by its label, hash and head of those that are hashed, and the length."""
+    """What was written to a file."""
 
     nbytes: int
+    """The length of the file."""
     crcs: dict[str, int] = field(default_factory=dict)
-    blocks: list[Block] = field(
-        default_factory=list
-    )  # All bytes but those of holes, in no order; some may be there twice.
+    """The CRC-32 of all data by label; content hashes and heads under the keys of `saves`."""
+    blocks: list[WrittenBlock] = field(default_factory=list)
+    """All bytes of the file except holes, in no order. Some bytes may be in two blocks."""
 
 
 class FileSums(Struct):
-    sums: dict[str, BlockCrcs]
-    """Of each tensor, by its label."""
-    made: set[int] = field(default_factory=set)
-    """Offsets of the late segments that are written already."""
-    hashes: dict[str, ContentHasher] = field(default_factory=dict)
-    """Of each tensor that is hashed and comes in several blocks, by its label."""
-    hashed: dict[str, HashAndHead] = field(default_factory=dict)
-    gathered: dict[str, int] = field(default_factory=dict)
-    """What segments with many tensors in them said of those, by their labels."""
-    blocks: list[Block] = field(default_factory=list)
+    """The checksums of a file. Several threads add to it while they write the file."""
 
-    @classmethod
-    def for_plan(cls, plan: FilePlan) -> FileSums:
-        """Of a file of which nothing is written yet."""
-        return cls(
-            {
-                segment.label: BlockCrcs()
-                for segment in plan.segments
-                if isinstance(segment, Data | Memory)
-            }
-        )
+    crcs: dict[str, int] = field(default_factory=dict)
+    """The CRC-32 of data that was written in one block, and what else is known, as in `Receipt`."""
+    block_sums: dict[str, BlockCrcs] = field(default_factory=dict)
+    """The checksums of data that is written in several blocks, by label."""
+    block_hashes: dict[str, ContentHasher] = field(default_factory=dict)
+    """The hashes of data that is written in several blocks, by label."""
+    late_offsets: set[int] = field(default_factory=set)
+    """The offsets of the `Late` segments that are written already."""
+    blocks: list[WrittenBlock] = field(default_factory=list)
 
     def add(self, segment: Data | Memory, start: int, data: memoryview | bytearray) -> int:
-        """Sum and hash a block of a tensor, while it is in the cache; its CRC-32."""
+        """Compute the CRC-32 of a block of a segment, and its hash if the plan asks for it.
+
+        This happens right before or after the block is written, while it is in the cache.
+
+        Args:
+            segment: The segment that the block belongs to.
+            start: The offset of the block in the segment.
+            data: The bytes of the block.
+
+        Returns:
+            The CRC-32 of the block.
+        """
         label = segment.label
+        is_whole = len(data) == segment.nbytes
         if isinstance(segment, Data) and segment.hashing:
-            if start == 0 and len(data) == segment.nbytes:
-                self.hashed[label] = (
-                    hash_bytes(data) if segment.hashing == "hash" else hash_head(data)
-                )
+            if is_whole:
+                hashed = hash_bytes(data) if segment.hashing == "hash" else hash_head(data)
+                self.crcs.update(get_hash_fields(label, hashed))
             else:
-                self.hashes[label].add(start, data)
-        return self.sums[label].add(start, data)
+                hasher = self.block_hashes.get(label)
+                if hasher is None:
+                    # Several threads may do this at once. `setdefault` keeps the first hash.
+                    hasher = self.block_hashes.setdefault(
+                        label, ContentHasher(segment.nbytes, whole=segment.hashing == "hash")
+                    )
+                hasher.add(start, data)
+
+        crc = crc32(data)
+        self.add_crc(segment, start, len(data), crc)
+        return crc
+
+    def add_crc(self, segment: Data | Memory, start: int, nbytes: int, crc: int) -> None:
+        """Record the CRC-32 of a block of a segment."""
+        if nbytes == segment.nbytes:
+            self.crcs[segment.label] = crc
+        else:
+            self.block_sums.setdefault(segment.label, BlockCrcs()).add_crc(start, nbytes, crc)
+
+    def combine(self) -> dict[str, int]:
+        """Combine the checksums of blocks, and return all checksums by label.
+
+        All blocks must have been added. The result is the dict of this object and not a copy,
+        because there can be a million checksums.
+        """
+        for label, sums in self.block_sums.items():
+            self.crcs[label] = sums.crc32()
+        for label, hasher in self.block_hashes.items():
+            self.crcs.update(get_hash_fields(label, hasher.result()))
+        return self.crcs
 
 
 def write_file(
-    plan: FilePlan, sink: WritableFile, *, crcs: Mapping[str, int] | None = None, threads: int | None = None,
-    progress: Progress | None = None, block: int | None = None,
-) -> Receipt:  # fmt: skip
-    """Write one file. `crcs` are those of files written before, for Late segments that need them. Memory beyond the state itself is
-    about `threads × block × 2`: what was read, and what is computed from it."""
+    plan: FilePlan,
+    file: WritableFile,
+    *,
+    crcs: Mapping[str, int] | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    block: int | None = None,
+) -> Receipt:
+    """Write one file of a plan.
+
+    Besides the state itself this takes memory for about `2 * threads * block` bytes: for what was
+    read, and for what is computed from it.
+
+    Args:
+        plan: The file.
+        file: An empty file.
+        crcs: The checksums of files that were written before. `Late` segments may need them.
+        threads: The number of threads, by default a suitable one for the data.
+        progress: Called while data is written.
+        block: The most bytes that a thread handles at a time.
+
+    Returns:
+        The checksums of the data.
+    """
     if plan.nbytes < GATHER_NBYTES:
-        # What is written by one write says itself where it fails. To make room for it first would take as long.
+        # This is one write, so there is no reason to allocate space before it.
         content, receipt = assemble_file(plan, crcs or {})
         if content:
-            sink.write(0, memoryview(content))
+            file.write(0, memoryview(content))
             if progress:
                 progress(len(content))
         return receipt
-    sink.allocate(plan.nbytes)
-    written = write_range(
-        plan, sink, (0, plan.nbytes), threads=threads, progress=progress, block=block
-    )
-    return finish_file(plan, sink, written, crcs=crcs, progress=progress)
+
+    file.allocate(plan.nbytes)
+    whole_range = (0, plan.nbytes)
+    sums = write_range(plan, file, whole_range, threads=threads, progress=progress, block=block)
+    return finish_file(plan, file, sums, crcs=crcs, progress=progress)
 
 
 def write_range(
-    plan: FilePlan, sink: WritableFile, part: tuple[int, int], *, threads: int | None = None, progress: Progress | None = None,
+    plan: FilePlan,
+    file: WritableFile,
+    byte_range: tuple[int, int],
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
     block: int | None = None,
-) -> FileSums:  # fmt: skip
-    """Write the blocks of a file that begin in this range of its bytes. Who writes the others cuts by the same `block`."""
-    written = FileSums.for_plan(plan)
-    large = [
-        s for s in plan.segments if isinstance(s, Data) and s.hashing and s.nbytes > GATHER_NBYTES
-    ]
-    written.hashes = {s.label: ContentHasher(s.nbytes, whole=s.hashing == "hash") for s in large}
-    stores = _stores(plan)
-    remote = max((store.read_profile.request_count for store in stores), default=0)
-    gathered = sum(segment.nbytes for segment in plan.segments if isinstance(segment, Gathered))
-    usual = (
-        min(DEFAULT_THREADS, MAX_GATHERING_THREADS)
-        if 2 * gathered > plan.nbytes
-        else DEFAULT_THREADS
-    )
-    threads = threads or max(usual, remote)
-    block = block or (2 * BLOCK_NBYTES if remote else cached_nbytes(threads, BLOCK_NBYTES))
-    tasks = _tasks(plan, plan.offsets(), sink, written, progress, block)
-    run_reads(
-        (task for offset, task in tasks if part[0] <= offset < part[1]), threads, stores=stores
-    )
-    return written
+) -> FileSums:
+    """Write the blocks of a file that start in a range of its bytes.
+
+    Ranks that write one file together call this with adjoining ranges. They must pass the same
+    `block`, so that all of them cut the file into the same blocks.
+
+    Args:
+        plan: The file.
+        file: A file that is as long as the plan says.
+        byte_range: The first byte of the range, and the byte after its last one.
+        threads: See `write_file`.
+        progress: See `write_file`.
+        block: See `write_file`.
+
+    Returns:
+        The checksums of these blocks, for `finish_file`.
+    """
+    stores = [s.tensor.source.store for s in plan.segments if isinstance(s, Data)]
+    request_count = max([store.read_profile.request_count for store in stores], default=0)
+    if not threads:
+        gathered_nbytes = sum(s.nbytes for s in plan.segments if isinstance(s, Gathered))
+        threads = DEFAULT_THREADS
+        if 2 * gathered_nbytes > plan.nbytes:
+            threads = min(threads, MAX_GATHERING_THREADS)
+        threads = max(threads, request_count)
+    if not block:
+        # A remote store is asked for large blocks, because each request takes long.
+        block = 2 * BLOCK_NBYTES if request_count else cached_nbytes(threads, BLOCK_NBYTES)
+
+    sums = FileSums()
+    start, stop = byte_range
+    tasks = _SegmentWriter(file, sums, progress).cut_tasks(plan, block)
+    tasks_in_range = (task for offset, task in tasks if start <= offset < stop)
+    run_reads(tasks_in_range, threads, stores=stores)
+    return sums
 
 
 def finish_file(
-    plan: FilePlan, sink: WritableFile, written: FileSums, *, crcs: Mapping[str, int] | None = None,
+    plan: FilePlan,
+    file: WritableFile,
+    sums: FileSums,
+    *,
+    crcs: Mapping[str, int] | None = None,
     progress: Progress | None = None,
-) -> Receipt:  # fmt: skip
-    """Write what depends on checksums, when all data is written. `crcs` as for `write_file`."""
-    # A dict of a million checksums is not copied where it is all that is known.
-    receipt = Receipt(plan.nbytes, written.gathered, blocks=written.blocks)
-    for segment in plan.segments:
-        if isinstance(segment, Data | Memory):
-            receipt.crcs[segment.label] = written.sums[segment.label].crc32()
-            if isinstance(segment, Data) and segment.hashing:
-                label = segment.label
-                receipt.crcs |= _hash_fields(
-                    label, written.hashed.get(label) or written.hashes[label].result()
-                )
-    known = {**crcs, **receipt.crcs} if crcs and receipt.crcs else crcs or receipt.crcs
-    for begin, content, late in _joined_late(plan, plan.offsets(), known, written.made):
-        sink.write(begin, memoryview(content))
-        receipt.blocks.append((begin, len(content), crc32(content)))
+) -> Receipt:
+    """Write the segments that depend on checksums, after all data of the file has been written.
+
+    Args:
+        plan: The file.
+        file: The file with its data.
+        sums: The checksums of the data, from `write_range`.
+        crcs: The checksums of files that were written before.
+        progress: Called with the bytes of the segments.
+    """
+    receipt = Receipt(plan.nbytes, sums.combine(), sums.blocks)
+    all_crcs = {**crcs, **receipt.crcs} if crcs else receipt.crcs
+    for offset, content, late_nbytes in _join_late_segments(plan, all_crcs, sums.late_offsets):
+        file.write(offset, memoryview(content))
+        receipt.blocks.append(WrittenBlock(offset, len(content), crc32(content)))
         if progress:
-            progress(late)
+            progress(late_nbytes)
     return receipt
 
 
 class RankSums(Struct):
-    """The checksums of what a rank wrote of a file, for the rank that finishes it. The segments of the plan have numbers."""
+    """The checksums of the bytes of a file that one rank wrote, in a form that can be sent.
+
+    All ranks have the same plan, so a segment is its index in the plan.
+    """
 
     blocks: bytes
-    """Of data: its segment, the first byte in it, the length and the CRC-32; 64-bit integers, a row each."""
+    """Blocks of `Data` and `Memory` segments, as rows of four 64-bit integers: the index of the
+    segment, the first byte in it, the length, and the CRC-32."""
     gathered: dict[int, bytes]
-    """Of the pieces of a gathered segment, in their order, 32-bit integers."""
-    more: dict[str, int]
-    """What else is known, by its key."""
-    made: list[int]
+    """For each `Gathered` segment the CRC-32 of its items, in their order, as 32-bit integers."""
+    named_sums: dict[str, int]
+    """Other checksums by their keys, such as content hashes."""
+    late_offsets: list[int]
+    """The offsets of the `Late` segments that are written already."""
 
     @classmethod
-    def from_file_sums(cls, plan: FilePlan, written: FileSums) -> RankSums:
+    def from_file_sums(cls, plan: FilePlan, sums: FileSums) -> RankSums:
+        """Convert the checksums of the bytes that this rank wrote."""
+        named_sums = dict(sums.crcs)
         rows: list[tuple[int, int, int, int]] = []
         gathered: dict[int, bytes] = {}
-        more = dict(written.gathered)
-        for number, segment in enumerate(plan.segments):
+        for index, segment in enumerate(plan.segments):
             if isinstance(segment, Data | Memory):
-                rows += [(number, *block) for block in written.sums[segment.label].blocks()]
-            elif isinstance(segment, Gathered) and segment.labels and segment.labels[0] in more:
-                gathered[number] = np.array(
-                    [more.pop(label) for label in segment.labels], "<u4"
-                ).tobytes()
-        return cls(np.array(rows, "<i8").tobytes(), gathered, more, [*written.made])
+                label = segment.label
+                if label in named_sums:
+                    rows.append((index, 0, segment.nbytes, named_sums.pop(label)))
+                elif label in sums.block_sums:
+                    rows += [(index, *block) for block in sums.block_sums[label].blocks()]
+            elif isinstance(segment, Gathered):
+                # A rank writes a `Gathered` segment completely or not at all.
+                is_written = bool(segment.labels) and segment.labels[0] in named_sums
+                if is_written:
+                    item_crcs = [named_sums.pop(label) for label in segment.labels]
+                    gathered[index] = np.array(item_crcs, "<u4").tobytes()
+        return cls(np.array(rows, "<i8").tobytes(), gathered, named_sums, [*sums.late_offsets])
 
     @classmethod
     def from_crcs(cls, plan: FilePlan, crcs: Mapping[str, int]) -> RankSums:
-        """Of a file that was written from end to end, with what is known of it."""
-        written = FileSums.for_plan(plan)
-        written.gathered = dict(crcs)
-        for segment in plan.segments:
-            if isinstance(segment, Data | Memory):
-                written.sums[segment.label].add_crc(
-                    0, segment.nbytes, written.gathered.pop(segment.label)
-                )
-        return cls.from_file_sums(plan, written)
+        """Convert the checksums of a file that this rank wrote completely."""
+        return cls.from_file_sums(plan, FileSums(dict(crcs)))
 
     def combine_crcs(self, plan: FilePlan) -> dict[str, int]:
-        """What is known of a file that was written from end to end."""
-        written = FileSums.for_plan(plan)
-        self.add_to(plan, written)
-        return {label: sums.crc32() for label, sums in written.sums.items()} | written.gathered
+        """Return the checksums of a file that the other rank wrote completely, by label."""
+        sums = FileSums()
+        self.add_to(plan, sums)
+        return sums.combine()
 
-    def add_to(self, plan: FilePlan, written: FileSums) -> None:
-        segments = plan.segments
-        for number, *block in np.frombuffer(self.blocks, "<i8").reshape(-1, 4).tolist():
-            written.sums[_labelled(segments[number]).label].add_crc(*block)
-        for number, crcs in self.gathered.items():
-            one = segments[number]
-            assert isinstance(one, Gathered)  # the ranks have the same plan
-            written.gathered.update(
-                zip(one.labels, np.frombuffer(crcs, "<u4").tolist(), strict=True)
-            )
-        written.gathered.update(self.more)
-        written.made.update(self.made)
-
-
-def _labelled(segment: Segment) -> Data | Memory:
-    assert isinstance(segment, Data | Memory)  # the ranks have the same plan
-    return segment
+    def add_to(self, plan: FilePlan, sums: FileSums) -> None:
+        """Add what the other rank wrote to the checksums of the file."""
+        for index, start, nbytes, crc in np.frombuffer(self.blocks, "<i8").reshape(-1, 4).tolist():
+            segment = plan.segments[index]
+            assert isinstance(segment, Data | Memory)  # the ranks have the same plan
+            sums.add_crc(segment, start, nbytes, crc)
+        for index, packed_crcs in self.gathered.items():
+            segment = plan.segments[index]
+            assert isinstance(segment, Gathered)  # the ranks have the same plan
+            item_crcs = np.frombuffer(packed_crcs, "<u4").tolist()
+            sums.crcs.update(zip(segment.labels, item_crcs, strict=True))
+        sums.crcs.update(self.named_sums)
+        sums.late_offsets.update(self.late_offsets)
 
 
 def assemble_file(plan: FilePlan, crcs: Mapping[str, int]) -> tuple[bytes, Receipt]:
-    """A short file put together in memory, with its checksums in it; `crcs` are those of files written before."""
-    here: dict[str, int] = {}
-    pieces: list[Piece] = []
-    data = [segment for segment in plan.segments if isinstance(segment, Data)]
-    ordered = [
-        one.tensor.source.store
-        for one in data
-        if one.tensor.source.store.read_profile.is_sequential
-    ]
-    if ordered:
-        run_reads((lambda: pieces.extend(_pieces(plan.segments, here)),), 1, stores=ordered)
+    """Build a short file in memory, with the checksums that are part of it.
+
+    Args:
+        plan: The file.
+        crcs: The checksums of files that were written before.
+
+    Returns:
+        The content, and the receipt that `write_file` returns after writing it.
+    """
+    sums = FileSums()
+    pieces: list[BytesLike | None] = []
+    stores = [s.tensor.source.store for s in plan.segments if isinstance(s, Data)]
+    sequential_stores = [store for store in stores if store.read_profile.is_sequential]
+    if sequential_stores:
+        task = lambda: pieces.extend(_assemble_pieces(plan.segments, sums))  # noqa: E731
+        run_reads([task], 1, stores=sequential_stores)
     else:
-        pieces = _pieces(plan.segments, here)
+        pieces = _assemble_pieces(plan.segments, sums)
+
     if None in pieces:
-        known = {**crcs, **here} if crcs else here
-        for at, segment in enumerate(plan.segments):
-            if isinstance(segment, Late) and pieces[at] is None:
-                pieces[at] = check_length(segment.make(known), segment.nbytes)
+        all_crcs = {**crcs, **sums.crcs} if crcs else sums.crcs
+        for index, segment in enumerate(plan.segments):
+            if isinstance(segment, Late) and pieces[index] is None:
+                pieces[index] = check_length(segment.make(all_crcs), segment.nbytes)
+
     content = b"".join(cast("list[bytes]", pieces))
-    return content, Receipt(
-        plan.nbytes, here, [(0, len(content), crc32(content))] if content else []
-    )
+    blocks = [WrittenBlock(0, len(content), crc32(content))] if content else []
+    return content, Receipt(plan.nbytes, sums.crcs, blocks)
 
 
-def _stores(plan: FilePlan) -> list[Store]:
-    return [
-        *dict.fromkeys(
-            [segment.tensor.source.store for segment in plan.segments if isinstance(segment, Data)]
-        )
-    ]
-
-
-def _hash_fields(label: str, hashed: HashAndHead) -> dict[str, int]:
-    return {label + HASH_KEY: hashed.hash or 0, label + HEAD_KEY: hashed.head or 0}
-
-
-def _joined_late(
-    plan: FilePlan, offsets: Sequence[int], crcs: Mapping[str, int], written: set[int]
+def _join_late_segments(
+    plan: FilePlan, crcs: Mapping[str, int], written_offsets: set[int]
 ) -> Iterator[tuple[int, bytes, int]]:
-    """The late segments that are not written yet, where they begin, and how many of the bytes are theirs. Short literals between
-    two of them are written again, to make it one piece."""
-    begin, late = -1, 0
+    """Make the `Late` segments that are not written yet, and join neighbors.
+
+    Short literals between two of them are joined with them, so that one call writes all of it. They
+    are then written for a second time.
+
+    Yields:
+        An offset, the bytes to write there, and how many of these are of `Late` segments.
+    """
+    start = late_nbytes = 0
     pieces: list[bytes] = []
-    between: list[bytes] = []
-    for segment, offset in zip(plan.segments, offsets, strict=True):
-        if isinstance(segment, Late) and offset not in written:
-            made = check_length(segment.make(crcs), segment.nbytes)
-            if begin < 0:
-                begin = offset
-            pieces += (*between, made)
-            between, late = [], late + len(made)
-        elif begin >= 0 and isinstance(segment, Literal) and segment.nbytes <= GATHER_NBYTES:
-            between.append(segment.data)
-        elif begin >= 0:
-            yield begin, pieces.pop() if len(pieces) == 1 else b"".join(pieces), late
-            begin, late = -1, 0
-            pieces, between = [], []
-    if begin >= 0:
-        yield begin, pieces.pop() if len(pieces) == 1 else b"".join(pieces), late
+    literals: list[bytes] = []
+    for segment, offset in zip(plan.segments, plan.offsets(), strict=True):
+        if isinstance(segment, Late) and offset not in written_offsets:
+            if not pieces:
+                start = offset
+                late_nbytes = 0
+            pieces += literals
+            pieces.append(check_length(segment.make(crcs), segment.nbytes))
+            late_nbytes += segment.nbytes
+            literals.clear()
+        elif pieces and isinstance(segment, Literal) and segment.nbytes <= GATHER_NBYTES:
+            literals.append(segment.data)
+        elif pieces:
+            yield start, b"".join(pieces), late_nbytes
+            pieces.clear()
+            literals.clear()
+    if pieces:
+        yield start, b"".join(pieces), late_nbytes
 
 
-def _tasks(
-    plan: FilePlan, offsets: Sequence[int], sink: WritableFile, written: FileSums, progress: Progress | None, block: int,
-) -> Iterator[tuple[int, Task]]:  # fmt: skip
-    """Blocks of work, each with the byte of the file where it begins: a large tensor's piece, or a stretch of small segments that
-    are neighbours in the file."""
-    stretch: list[tuple[int, Segment]] = []
-    size, most = 0, GATHER_NBYTES
-    for segment, offset in zip(plan.segments, offsets, strict=True):
-        wished = _wished_nbytes(segment)
-        large = segment.nbytes > max(GATHER_NBYTES, wished // SMALL_PART) and isinstance(
-            segment, Data | Memory | Hole
-        )
-        if large or (isinstance(segment, Gathered) and segment.nbytes > GATHER_NBYTES):
-            if stretch:
-                yield stretch[0][0], _stretch(stretch, sink, written, progress)
-                stretch, size, most = [], 0, GATHER_NBYTES
-            match segment:
-                case Gathered():
-                    yield offset, _gathered(segment, offset, sink, written, progress)
-                case Data() | Memory():
-                    for start, lend in cut_segment(segment, block):
-                        yield (
-                            offset + start,
-                            _block(segment, start, lend, offset, sink, written, progress),
-                        )
-            continue
-        stretch.append((offset, segment))
-        size, most = size + segment.nbytes, max(most, wished // GATHERED_PART)
-        if size >= most:
-            yield stretch[0][0], _stretch(stretch, sink, written, progress)
-            stretch, size, most = [], 0, GATHER_NBYTES
-    if stretch:
-        yield stretch[0][0], _stretch(stretch, sink, written, progress)
+class _SegmentWriter:
+    """Writes segments of one file and collects their checksums. Several threads use it at once."""
 
+    def __init__(self, file: WritableFile, sums: FileSums, progress: Progress | None) -> None:
+        self._file = file
+        self._sums = sums
+        self._progress = progress
 
-def _wished_nbytes(segment: Segment) -> int:
-    """What the store of data would rather be asked for at a time; 0 where it has no such wish, or is remote and has others."""
-    if not isinstance(segment, Data):
-        return 0
-    store = segment.tensor.source.store
-    return 0 if store.read_profile.request_count else store.read_profile.block_nbytes
+    def cut_tasks(
+        self, plan: FilePlan, block_nbytes: int
+    ) -> Iterator[tuple[int, Callable[[], None]]]:
+        """Divide a file into tasks that can run on any thread.
 
+        A task writes a block of a large segment, or a batch of small segments.
 
-Lend = Callable[
-    [], AbstractContextManager[memoryview]
-]  # Bytes for a while, in memory that somebody lends.
+        Yields:
+            The offset in the file where a task starts, and the task.
+        """
+        for batch in _group_segments(plan):
+            offset, segment = batch[0]
+            if not _is_large(segment):
+                yield offset, partial(self._write_batch, batch)
+            elif isinstance(segment, Gathered):
+                yield offset, partial(self._write_gathered, segment, offset)
+            elif isinstance(segment, Data | Memory):
+                for start, borrow in cut_segment(segment, block_nbytes):
+                    yield offset + start, partial(self._write_block, segment, start, borrow, offset)
+            # Nothing is written for a large hole: `allocate` has made the file long enough.
 
+    def _write_block(
+        self, segment: Data | Memory, start: int, borrow: BorrowBytes, offset: int
+    ) -> None:
+        """Write one block of a large segment.
 
-def _held(data: memoryview) -> AbstractContextManager[memoryview]:
-    return nullcontext(data)
-
-
-def cut_segment(segment: Data | Memory, nbytes: int) -> Iterator[tuple[int, Lend]]:
-    """A tensor, or memory, in blocks of about so many bytes: where in it each one begins, and its bytes."""
-    if isinstance(segment, Memory):
-        for start in range(0, segment.nbytes, nbytes):
-            yield start, partial(_held, segment.content[start : start + nbytes])
-        return
-    for piece in contiguous_blocks(segment.tensor, block_size(segment.tensor, nbytes)):
-        yield piece.start, partial(lent_bytes, piece)
-
-
-def _block(
-    segment: Data | Memory,
-    start: int,
-    lend: Lend,
-    offset: int,
-    sink: WritableFile,
-    written: FileSums,
-    progress: Progress | None,
-) -> Callable[[], None]:
-    def run() -> None:
-        with ExitStack() as lent:
+        Args:
+            segment: The segment.
+            start: The offset of the block in the segment.
+            borrow: Reads the block.
+            offset: The offset of the segment in the file.
+        """
+        with ExitStack() as stack:
+            # Only errors of reading concern the tensor. A failed write concerns the file.
             with error_context(tensor=segment.label):
-                data = lent.enter_context(lend())
-            nbytes, crc = data.nbytes, written.add(segment, start, data)
-            sink.write(offset + start, data)
-            written.blocks.append((offset + start, nbytes, crc))
-        if progress:
-            progress(nbytes)
+                data = stack.enter_context(borrow())
+            nbytes = data.nbytes
+            crc = self._sums.add(segment, start, data)
+            self._file.write(offset + start, data)
+            self._sums.blocks.append(WrittenBlock(offset + start, nbytes, crc))
+        if self._progress:
+            self._progress(nbytes)
 
-    return run
-
-
-def _gathered(
-    segment: Gathered, offset: int, sink: WritableFile, written: FileSums, progress: Progress | None
-) -> Callable[[], None]:
-    def run() -> None:
-        content, known = segment.make()
+    def _write_gathered(self, segment: Gathered, offset: int) -> None:
+        """Make and write a segment with many small tensors."""
+        content, crcs = segment.make()
         check_length(content, segment.nbytes)
-        written.gathered.update(known)
-        sink.write(offset, memoryview(content))
-        written.blocks.append((offset, segment.nbytes, crc32(content)))
-        if progress:
-            progress(segment.nbytes)
+        self._sums.crcs.update(crcs)
+        self._file.write(offset, memoryview(content))
+        self._sums.blocks.append(WrittenBlock(offset, segment.nbytes, crc32(content)))
+        if self._progress:
+            self._progress(segment.nbytes)
 
-    return run
+    def _write_batch(self, batch: Sequence[PlacedSegment]) -> None:
+        """Write consecutive small segments with one call.
 
+        `Late` segments that need checksums of other batches are left blank, and `finish_file`
+        writes them. These bytes are in no block, since they have no checksum yet.
+        """
+        pieces = _assemble_pieces([segment for _, segment in batch], self._sums)
+        batch_offset = batch[0][0]
+        blank_nbytes = 0
+        complete_start = batch_offset
+        complete_ranges: list[tuple[int, int]] = []
+        for index, (offset, segment) in enumerate(batch):
+            if not isinstance(segment, Late):
+                continue
+            if pieces[index] is not None:
+                self._sums.late_offsets.add(offset)
+                continue
+            pieces[index] = bytes(segment.nbytes)
+            blank_nbytes += segment.nbytes
+            complete_ranges.append((complete_start, offset))
+            complete_start = offset + segment.nbytes
 
-def _stretch(
-    parts: list[tuple[int, Segment]],
-    sink: WritableFile,
-    written: FileSums,
-    progress: Progress | None,
-) -> Callable[[], None]:
-    """Neighbouring small segments in one write; the place of a late one is left blank until it is known."""
-
-    def run() -> None:
-        begin = parts[0][0]
-        here: dict[str, int] = {}
-        pieces = _pieces([segment for _, segment in parts], here, written)
-        blank, known = 0, begin
-        places: list[tuple[int, int]] = []
-        for at, (offset, segment) in enumerate(parts):
-            if isinstance(segment, Late):
-                if pieces[at] is None:
-                    # What stands before it is known now.
-                    pieces[at] = bytes(segment.nbytes)
-                    places.append((known, offset))
-                    blank, known = blank + segment.nbytes, offset + segment.nbytes
-                else:
-                    written.made.add(offset)
         content = memoryview(b"".join(cast("list[bytes]", pieces)))
-        places.append((known, begin + content.nbytes))
-        if content:
-            sink.write(begin, content)
-            written.blocks += [
-                (start, stop - start, crc32(content[start - begin : stop - begin]))
-                for start, stop in places
-            ]
-            if progress:
-                progress(content.nbytes - blank)
-
-    return run
+        if not content:
+            return
+        complete_ranges.append((complete_start, batch_offset + content.nbytes))
+        self._file.write(batch_offset, content)
+        for start, stop in complete_ranges:
+            crc = crc32(content[start - batch_offset : stop - batch_offset])
+            self._sums.blocks.append(WrittenBlock(start, stop - start, crc))
+        if self._progress:
+            self._progress(content.nbytes - blank_nbytes)
 
 
-Piece = bytes | bytearray | memoryview | None
+def _group_segments(plan: FilePlan) -> Iterator[Sequence[PlacedSegment]]:
+    """Yield large segments by themselves, and small neighbors as batches."""
+    batch: list[PlacedSegment] = []
+    batch_nbytes = 0
+    batch_limit_nbytes = GATHER_NBYTES
+    for segment, offset in zip(plan.segments, plan.offsets(), strict=True):
+        is_large = _is_large(segment)
+        if batch and (is_large or batch_nbytes >= batch_limit_nbytes):
+            yield batch
+            batch = []
+            batch_nbytes = 0
+            batch_limit_nbytes = GATHER_NBYTES
+        if is_large:
+            yield [(offset, segment)]
+            continue
+        batch.append((offset, segment))
+        batch_nbytes += segment.nbytes
+        if isinstance(segment, Data):
+            preferred_nbytes = _get_preferred_nbytes(segment)
+            batch_limit_nbytes = max(batch_limit_nbytes, preferred_nbytes // BATCH_DIVISOR)
+    if batch:
+        yield batch
 
 
-def _pieces(
-    segments: Sequence[Segment], here: dict[str, int], written: FileSums | None = None
-) -> list[Piece]:
-    """The bytes of small segments; None in the place of a late one that needs more than is known. What is known of their data is
-    added `here`, and to what is `written` of a file of which they are a part."""
+def _is_large(segment: Segment) -> bool:
+    """Return whether a segment is written by itself and not in a batch with its neighbors."""
+    if segment.nbytes <= GATHER_NBYTES or isinstance(segment, Literal | Late):
+        return False
+    if isinstance(segment, Data):
+        return segment.nbytes > _get_preferred_nbytes(segment) // SMALL_DIVISOR
+    return True
+
+
+def _get_preferred_nbytes(segment: Data) -> int:
+    """Return the size of the reads that the store of a tensor prefers.
+
+    This is 0 for a store without a preference, and also for a remote store, whose `block_nbytes` is
+    the size of its largest request.
+    """
+    profile = segment.tensor.source.store.read_profile
+    return 0 if profile.request_count else profile.block_nbytes
+
+
+def cut_segment(segment: Data | Memory, block_nbytes: int) -> Iterator[tuple[int, BorrowBytes]]:
+    """Cut a segment into blocks of about this size.
+
+    Yields:
+        The offset of a block in the segment, and a function that reads the block.
+    """
+    if isinstance(segment, Memory):
+        for start in range(0, segment.nbytes, block_nbytes):
+            content = segment.content[start : start + block_nbytes]
+            yield start, partial(_lend_memory, content)
+        return
+    tensor = segment.tensor
+    for block in contiguous_blocks(tensor, block_size(tensor, block_nbytes)):
+        yield block.start, partial(lent_bytes, block)
+
+
+def _lend_memory(content: memoryview) -> AbstractContextManager[memoryview]:
+    """Return memory for use in a `with`, at whose end nothing happens."""
+    return nullcontext(content)
+
+
+def _assemble_pieces(segments: Sequence[Segment], sums: FileSums) -> list[BytesLike | None]:
+    """Return the bytes of small segments, and add their checksums to those of the file.
+
+    Returns:
+        A piece for each segment; None for a `Late` segment whose checksums are not known yet.
+    """
     data_segments = [segment for segment in segments if isinstance(segment, Data)]
-    fetched = read_small_tensors(data_segments) if data_segments else {}
-    pieces: list[Piece] = []
+    tensor_bytes = read_small_tensors(data_segments) if data_segments else {}
+    pieces: list[BytesLike | None] = []
     for segment in segments:
-        if isinstance(segment, Literal):
-            pieces.append(segment.data)
-        elif isinstance(segment, Gathered):
-            content, sums = segment.make()
-            here.update(sums)
-            if written is not None:
-                written.gathered.update(sums)
-            pieces.append(check_length(content, segment.nbytes))
-        elif isinstance(segment, Late):
-            known = segment.needs in here
-            pieces.append(check_length(segment.make(here), segment.nbytes) if known else None)
-        elif isinstance(segment, Hole):
-            pieces.append(bytes(segment.nbytes))
-        else:
-            with error_context(tensor=segment.label):
-                data = (
-                    segment.content
-                    if isinstance(segment, Memory)
-                    else fetched.get(segment.label) or read_small_tensor(segment)
-                )
-            if written is not None:
-                here[segment.label] = written.add(segment, 0, data)
-            else:
-                here[segment.label] = crc32(data)
-                if isinstance(segment, Data) and segment.hashing:
-                    here |= _hash_fields(
-                        segment.label,
-                        hash_bytes(data) if segment.hashing == "hash" else hash_head(data),
-                    )
-            pieces.append(data)
+        match segment:
+            case Literal():
+                pieces.append(segment.data)
+            case Hole():
+                pieces.append(bytes(segment.nbytes))
+            case Late():
+                if segment.needs in sums.crcs:
+                    pieces.append(check_length(segment.make(sums.crcs), segment.nbytes))
+                else:
+                    pieces.append(None)
+            case Gathered():
+                content, crcs = segment.make()
+                sums.crcs.update(crcs)
+                pieces.append(check_length(content, segment.nbytes))
+            case Memory():
+                sums.add(segment, 0, segment.content)
+                pieces.append(segment.content)
+            case Data():
+                with error_context(tensor=segment.label):
+                    data = tensor_bytes.get(segment.label) or read_small_tensor(segment)
+                sums.add(segment, 0, data)
+                pieces.append(data)
     return pieces
 
 
 def read_small_tensors(segments: Iterable[Data]) -> dict[str, memoryview]:
-    """The bytes of small tensors by their labels, neighbours by one read; not of memory, nor of a stream, which is read in
-    order."""
-    wanted = [
-        s
-        for s in segments
-        if s.nbytes
-        and not (
-            (profile := s.tensor.source.store.read_profile).is_in_memory or profile.is_sequential
-        )
-    ]
-    outs = [np.empty(s.tensor.shape, s.tensor.dtype.numpy) for s in wanted]
-    for source, requests in group_by_source(
-        Request(s.tensor, out) for s, out in zip(wanted, outs, strict=True)
-    ).items():
-        source.read(requests)
-    return {
-        s.label: memoryview(pack(out, s.tensor.dtype))
-        if s.tensor.dtype.packed
-        else byte_row(out).data
-        for s, out in zip(wanted, outs, strict=True)
-    }
+    """Read small tensors together, so that neighbors in a file are one read.
+
+    Returns:
+        The bytes by label. Tensors in memory are left out because nothing has to be read. Tensors
+        of a store that is read sequentially are left out because they cannot be read together.
+    """
+    requests: dict[str, Request] = {}
+    for segment in segments:
+        tensor = segment.tensor
+        profile = tensor.source.store.read_profile
+        if segment.nbytes and not profile.is_in_memory and not profile.is_sequential:
+            out = np.empty(tensor.shape, tensor.dtype.numpy)
+            requests[segment.label] = Request(tensor, out)
+
+    for source, source_requests in group_by_source(requests.values()).items():
+        source.read(source_requests)
+
+    contents: dict[str, memoryview] = {}
+    for label, request in requests.items():
+        dtype = request.tensor.dtype
+        if dtype.packed:
+            contents[label] = memoryview(pack(request.out, dtype))
+        else:
+            contents[label] = byte_row(request.out).data
+    return contents
 
 
 def read_small_tensor(segment: Data) -> memoryview | bytearray:
+    """Read the bytes of one tensor, without a copy if they are in memory."""
     memory = mapped_bytes(segment.tensor)
     if memory is not None:
         return memory
     data = bytearray()
-    for piece in contiguous_blocks(segment.tensor, BLOCK_NBYTES):
-        data += read_block(piece)
+    for block in contiguous_blocks(segment.tensor, BLOCK_NBYTES):
+        data += read_block(block)
     return data
 
 
 def find_expected_crc(segment: Data) -> int | None:
     """Return the CRC-32 that the source records of this data, None if it records none."""
     tensor = segment.tensor
-    # Nothing is recorded of memory, which is most of what is saved.
+    # Nothing is recorded of tensors in memory. Most saved tensors are, so this is checked first.
     if not segment.nbytes or all(chunk.storage.crc32 is None for chunk in tensor.chunks):
         return None
     return find_recorded_crc(tensor)
 
 
 def check_source(plan: FilePlan, crcs: Mapping[str, int]) -> None:
-    """Compare what was read with what the source records of itself, where it records anything."""
+    """Compare the data that was read with the checksums that its source records.
+
+    Args:
+        plan: The file that was written.
+        crcs: The checksums of the data, by label.
+
+    Raises:
+        Corrupted: Data does not have the recorded checksum.
+    """
     for segment in plan.segments:
-        expected = find_expected_crc(segment) if isinstance(segment, Data) else None
-        if not isinstance(segment, Data) or expected in (None, crcs[segment.label]):
+        if not isinstance(segment, Data):
             continue
-        place = segment.tensor.chunks[0].storage
+        expected_crc = find_expected_crc(segment)
+        if expected_crc is None or expected_crc == crcs[segment.label]:
+            continue
+        storage = segment.tensor.chunks[0].storage
         raise Corrupted(
-            "the source does not have the checksum that it records: it changed after it was written; get it again",
-            file=place.key, tensor=segment.tensor.name or segment.label, offset=place.start, expected=expected,
+            "the source does not have the checksum that it records: it changed after it was "
+            "written; get it again",
+            file=storage.key,
+            tensor=segment.tensor.name or segment.label,
+            offset=storage.start,
+            expected=expected_crc,
             found=crcs[segment.label],
-        )  # fmt: skip
+        )
 
 
 def check_written(
-    plan: FilePlan, descriptor: int, crcs: Mapping[str, int], *, path: str, blocks: Sequence[Block] = (),
+    plan: FilePlan,
+    descriptor: int,
+    crcs: Mapping[str, int],
+    *,
+    path: str,
+    blocks: Sequence[WrittenBlock] = (),
     threads: int | None = None,
-) -> None:  # fmt: skip
-    """Compare what the file gives back with the checksums of what was written to it. By `blocks`, as they were written: headers and
-    all, and of a hundred thousand tensors a few. Where one is not the same, or where the blocks are not all of the file, every
-    tensor is compared by itself, so that the one can be named."""
-    is_covered = _covers(plan, blocks)
-    wrong_index = _find_wrong_block(descriptor, blocks, threads) if is_covered else None
-    if is_covered and wrong_index is None:
+) -> None:
+    """Read a file back and compare it with the checksums of what was written.
+
+    Usually the blocks are compared. They include headers, and there are few of them even if the file
+    has a hundred thousand tensors. If a block differs, or if blocks are missing, all tensors are
+    compared one by one, so that the error can name the damaged tensor.
+
+    Args:
+        plan: The file that was written.
+        descriptor: The file, open for reading.
+        crcs: The checksums of the data, by label.
+        path: The path of the file, for errors.
+        blocks: The blocks that were written.
+        threads: The number of threads.
+
+    Raises:
+        NotCommitted: The file has other bytes.
+    """
+    is_covered = _cover_file(blocks, plan)
+    wrong_block = _find_wrong_block(descriptor, blocks, threads) if is_covered else None
+    if is_covered and wrong_block is None:
         return
-    for label, found in read_file_crcs(plan, descriptor, threads=threads).items():
-        if found != crcs[label]:
-            raise NotCommitted(CHANGED, file=path, tensor=label, expected=crcs[label], found=found)
-    if wrong_index is not None:
-        raise NotCommitted(CHANGED, file=path)
+
+    for label, found_crc in read_file_crcs(plan, descriptor, threads=threads).items():
+        expected_crc = crcs[label]
+        if found_crc != expected_crc:
+            raise NotCommitted(
+                CHANGED_BYTES, file=path, tensor=label, expected=expected_crc, found=found_crc
+            )
+    if wrong_block is not None:
+        # No tensor differs, so the damage is in a header or an index.
+        raise NotCommitted(CHANGED_BYTES, file=path)
 
 
 def check_range(
-    plan: FilePlan, descriptor: int, written: FileSums, *, path: str, threads: int | None = None
+    plan: FilePlan, descriptor: int, sums: FileSums, *, path: str, threads: int | None = None
 ) -> None:
-    """Compare what a file gives back of a part of it with what was written there. What is wrong is named by its place."""
-    wrong_index = _find_wrong_block(descriptor, written.blocks, threads)
-    if wrong_index is not None:
-        start = written.blocks[wrong_index][0]
-        segment = plan.segments[int(np.searchsorted(plan.offsets(), start, side="right")) - 1]
-        raise NotCommitted(CHANGED, file=path, tensor=getattr(segment, "label", None), offset=start)
+    """Read back the blocks that `write_range` wrote to a file, and compare their checksums.
+
+    Raises:
+        NotCommitted: A block has other bytes. The error names the segment where the block starts.
+    """
+    wrong_block = _find_wrong_block(descriptor, sums.blocks, threads)
+    if wrong_block is not None:
+        offset = wrong_block.offset
+        segment_index = int(np.searchsorted(plan.offsets(), offset, side="right")) - 1
+        label = getattr(plan.segments[segment_index], "label", None)
+        raise NotCommitted(CHANGED_BYTES, file=path, tensor=label, offset=offset)
 
 
-CHANGED = "what was written does not read back the same: the disk or the memory is failing; nothing was published"
-
-
-def _covers(plan: FilePlan, blocks: Sequence[Block]) -> bool:
-    """Whether blocks are all bytes of a file but those of holes."""
-    spans = [(start, nbytes) for start, nbytes, _ in blocks]
-    offset = 0
-    for segment in plan.segments:
+def _cover_file(blocks: Sequence[WrittenBlock], plan: FilePlan) -> bool:
+    """Return whether blocks and holes together are all bytes of a file."""
+    ranges = [(block.offset, block.offset + block.nbytes) for block in blocks]
+    for segment, offset in zip(plan.segments, plan.offsets(), strict=True):
         if isinstance(segment, Hole):
-            spans.append((offset, segment.nbytes))
-        offset += segment.nbytes
-    reach = 0
-    for start, nbytes in sorted(spans):
-        if start > reach:
+            ranges.append((offset, offset + segment.nbytes))
+
+    covered_stop = 0
+    for start, stop in sorted(ranges):
+        if start > covered_stop:
             return False
-        reach = max(reach, start + nbytes)
-    return reach == plan.nbytes
+        covered_stop = max(covered_stop, stop)
+    return covered_stop == plan.nbytes
 
 
-def _find_wrong_block(descriptor: int, blocks: Sequence[Block], threads: int | None) -> int | None:
-    """Return the index of the first block that a file does not give back as it was written."""
+def _find_wrong_block(
+    descriptor: int, blocks: Sequence[WrittenBlock], threads: int | None
+) -> WrittenBlock | None:
+    """Return the first of these blocks that a file does not have, or None if it has all of them."""
     scratch = Scratch()
-    wrong_indices: list[int] = []
+    wrong_blocks: list[WrittenBlock] = []
 
-    def check(index: int) -> None:
-        start, nbytes, crc = blocks[index]
-        content = scratch.of(nbytes)
+    def check(block: WrittenBlock) -> None:
+        content = scratch.of(block.nbytes)
         try:
-            read_at(descriptor, start, content)
+            read_at(descriptor, block.offset, content)
         except OSError:
-            wrong_indices.append(index)
+            wrong_blocks.append(block)
         else:
-            if crc32(content) != crc:
-                wrong_indices.append(index)
+            if crc32(content) != block.crc32:
+                wrong_blocks.append(block)
 
-    checks = [partial(check, index) for index in range(len(blocks))]
-    run_all(checks, threads or DEFAULT_THREADS)
-    return min(wrong_indices, default=None)
+    run_all([partial(check, block) for block in blocks], threads or DEFAULT_THREADS)
+    return min(wrong_blocks, default=None)
 
 
 def read_file_crcs(
     plan: FilePlan, descriptor: int, *, threads: int | None = None
 ) -> dict[str, int]:
-    """The CRC-32 of every data segment, from the bytes of an open file that has this layout."""
-    written = Virtual("<written>")
-    key = written.put(VirtualFile(plan.nbytes, partial(read_at, descriptor)))
-    return read_stored_crcs(plan, written, key, threads=threads)
+    """Read an open file that was written by this plan, and return the CRC-32 of its data by label."""
+    store = Virtual("<written>")
+    key = store.put(VirtualFile(plan.nbytes, partial(read_at, descriptor)))
+    return read_stored_crcs(plan, store, key, threads=threads)
 
 
 def read_stored_crcs(
     plan: FilePlan, store: Store, key: str, *, threads: int | None = None
 ) -> dict[str, int]:
-    """The CRC-32 of every data segment of a file that has this layout, from what its store gives."""
+    """Read a stored file that was written by this plan, and return the CRC-32 of its data by label."""
     labels: list[str] = []
     starts: list[int] = []
-    lengths: list[int] = []
+    range_nbytes: list[int] = []
     for segment, offset in zip(plan.segments, plan.offsets(), strict=True):
         if isinstance(segment, Data | Memory):
             labels.append(segment.label)
             starts.append(offset)
-            lengths.append(segment.nbytes)
+            range_nbytes.append(segment.nbytes)
         elif isinstance(segment, Gathered) and segment.item_nbytes is not None:
+            item_offsets = [*accumulate(segment.item_nbytes, initial=offset)]
             labels += segment.labels
-            starts += [*accumulate(segment.item_nbytes, initial=offset)][:-1]
-            lengths += segment.item_nbytes
+            starts += item_offsets[:-1]
+            range_nbytes += segment.item_nbytes
+
     ranges = Ranges(
         [key],
         np.zeros(len(labels), np.int64),
         np.array(starts, np.int64),
-        np.array(lengths, np.int64),
+        np.array(range_nbytes, np.int64),
     )
-    sweep = (
-        RangeSums(store, ranges, block=store.read_profile.block_nbytes)
-        if store.read_profile.block_nbytes
-        else RangeSums(store, ranges)
-    )
-    run_all(sweep.tasks(), store.read_profile.request_count or threads or DEFAULT_THREADS)
-    for number in sorted(sweep.errors):
-        sweep.crc32(number, name=labels[number])  # raises
-    return dict(zip(labels, sweep.crcs().tolist(), strict=True))
+    block_nbytes = store.read_profile.block_nbytes or SUMS.block_nbytes
+    sums = RangeSums(store, ranges, block=block_nbytes)
+    run_all(sums.tasks(), store.read_profile.request_count or threads or DEFAULT_THREADS)
+    for index in sorted(sums.errors):
+        sums.crc32(index, name=labels[index])  # raises the error
+    return dict(zip(labels, sums.crcs().tolist(), strict=True))

@@ -283,7 +283,7 @@ class PlanSave(JointSave):
 
         for index in sorted(sums_of_file):
             file = self._plan.files[index]
-            written = self._written.get(index) or FileSums.for_plan(file)
+            written = self._written.get(index) or FileSums()
             for sums in sums_of_file[index]:
                 sums.add_to(file, written)
             target.finish_shared(file, written, self._saving)
