@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from holdfast.errors import HoldfastError
 from holdfast.integrations.dcp import Reader, Writer
-from holdfast.stores.remote.client import Patience
+from holdfast.stores.remote.client import HedgeDelays
 from holdfast.torch import Run, async_save_sharded, load_sharded, save_sharded
 from tests.ranks.pool import World
 from tests.ranks.states import check, state_of
@@ -132,7 +132,7 @@ def background(world: World, environment: dict[str, str], url: str) -> list[floa
 
 def without_second_requests() -> AbstractContextManager[object]:
     """Turn off the requests that are sent twice if an answer is late. Tests that count bytes need it."""
-    return mock.patch.object(Patience, "of", return_value=60.0)
+    return mock.patch.object(HedgeDelays, "get_delay_s", return_value=60.0)
 
 
 def replicated(world: World, environment: dict[str, str], url: str, elements: int, how: str) -> int:
@@ -188,14 +188,16 @@ def stock(
 
 def download(url: str, folder: str) -> None:
     """The objects below a prefix, as files."""
-    from holdfast.stores.remote.client import bucket_of
+    from holdfast.stores.remote.client import get_bucket
     from holdfast.stores.remote.url import url_of
 
     where = url_of(url)
-    bucket = bucket_of(where)
+    bucket = get_bucket(where)
     Path(folder).mkdir()
-    for one in bucket.below(where.key + "/", 1000):
-        (Path(folder) / one.key.rpartition("/")[2]).write_bytes(bucket.whole(one.key, 1 << 30).data)
+    for one in bucket.list_objects(where.key + "/", 1000):
+        (Path(folder) / one.key.rpartition("/")[2]).write_bytes(
+            bucket.get_object(one.key, 1 << 30).data
+        )
 
 
 def rewritten(world: World, environment: dict[str, str], url: str, overwrite: bool) -> str:

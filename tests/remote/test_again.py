@@ -17,7 +17,7 @@ import pytest
 import holdfast
 from holdfast.errors import HoldfastError, NotCommitted, StoreError
 from holdfast.stores.remote import client
-from holdfast.stores.remote.client import Bucket, bucket_of
+from holdfast.stores.remote.client import Bucket, get_bucket
 from holdfast.stores.remote.url import url_of
 from tests.remote.servers import BUCKET, Asked, Fault, Proxy
 from tests.remote.test_commit import content, state
@@ -146,12 +146,12 @@ def put_without_condition(bucket: Bucket, key: str) -> object:
 
 
 ASKS: dict[str, tuple[Callable[[Bucket, str], object], str]] = {
-    "below": (lambda bucket, key: bucket.below(f"{key}/", 100), "half"),
-    "folders": (lambda bucket, key: bucket.folders(f"{key}/"), "half"),
+    "list_objects": (lambda bucket, key: bucket.list_objects(f"{key}/", 100), "half"),
+    "list_folder": (lambda bucket, key: bucket.list_folder(f"{key}/"), "half"),
     "head": (lambda bucket, key: bucket.head(f"{key}/b"), "reset"),
-    "described": (lambda bucket, key: bucket.described(f"{key}/b"), "503"),
-    "whole": (lambda bucket, key: bucket.whole(f"{key}/b", 1 << 20), "half"),
-    "get": (lambda bucket, key: bucket.get(f"{key}/b", 3, 70), "whole"),
+    "head_with_attributes": (lambda bucket, key: bucket.head_with_attributes(f"{key}/b"), "503"),
+    "get_object": (lambda bucket, key: bucket.get_object(f"{key}/b", 1 << 20), "half"),
+    "get_range": (lambda bucket, key: bucket.get_range(f"{key}/b", 3, 70), "whole"),
     "put": (put_without_condition, "reset"),
     "delete": (lambda bucket, key: bucket.delete([f"{key}/put"]), "reset"),
     "delete, half": (lambda bucket, key: bucket.delete([f"{key}/put"]), "half"),
@@ -162,9 +162,9 @@ ASKS: dict[str, tuple[Callable[[Bucket, str], object], str]] = {
 
 @pytest.fixture
 def bucket(proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Bucket, str]:
-    monkeypatch.setattr(client, "RETRIES", 2)
+    monkeypatch.setattr(client, "MAX_RETRIES", 2)
     where = url_of(url)
-    found = bucket_of(where)
+    found = get_bucket(where)
     for name in "abdefgh":
         found.put(f"{where.key}/{name}", bytes(range(100)))
     proxy.clear()
@@ -191,7 +191,7 @@ def test_each_is_asked_again_and_the_message_says_how_often(
         assert "the answer broke off" in caught.value.message
 
 
-@pytest.mark.parametrize("name", ["get", "whole", "copy"])
+@pytest.mark.parametrize("name", ["get_range", "get_object", "copy"])
 @pytest.mark.parametrize("fault", ["half", "break 0", "break 0.9"])
 def test_an_error_answer_that_breaks_off_is_asked_for_again(
     fault: str, name: str, bucket: tuple[Bucket, str], proxy: Proxy
@@ -217,7 +217,7 @@ def test_the_count_is_true_where_an_answer_breaks_off_and_then_none_comes(
 ):
     proxy.fault = lambda asked: "half" if asked.number == 0 else later
     with pytest.raises(StoreError) as caught:
-        bucket[0].get(f"{bucket[1]}/b", 3, 70)
+        bucket[0].get_range(f"{bucket[1]}/b", 3, 70)
     told = re.search(r"; asked (\d+) times in ", caught.value.message)
     assert told, caught.value.message
     assert int(told[1]) == len(proxy.asked)
@@ -229,7 +229,7 @@ def test_the_count_is_true_of_a_client_with_another_number_of_retries(
 ):
     from obstore.store import S3Store
 
-    monkeypatch.setattr(client, "RETRIES", 2)
+    monkeypatch.setattr(client, "MAX_RETRIES", 2)
     retry_config = None if max_retries is None else {"max_retries": max_retries}
     store = S3Store(BUCKET, client_options={"allow_http": True}, retry_config=retry_config)
     own_bucket, key = Bucket(f"s3://{BUCKET}", store), url_of(url).key
@@ -238,7 +238,7 @@ def test_the_count_is_true_of_a_client_with_another_number_of_retries(
     proxy.clear()
     proxy.fault = lambda asked: "half"
     with pytest.raises(StoreError) as caught:
-        own_bucket.get(key, 3, 70)
+        own_bucket.get_range(key, 3, 70)
     told = re.search(r"; asked (\d+) times in ", caught.value.message)
     assert told, caught.value.message
     assert int(told[1]) == len(proxy.asked)
@@ -272,10 +272,10 @@ def test_a_list_goes_on_behind_what_came(
     page: int, chunk: int, bucket: tuple[Bucket, str], proxy: Proxy, monkeypatch
 ):
     """Each page breaks off once; every key is found, and once."""
-    monkeypatch.setattr(client, "LISTED", chunk)
+    monkeypatch.setattr(client, "LIST_PAGE_OBJECTS", chunk)
     proxy.page = 2
     proxy.fault = lambda asked: "half" if asked.number == page else None
-    found = [one.key.rpartition("/")[2] for one in bucket[0].below(f"{bucket[1]}/", 100)]
+    found = [one.key.rpartition("/")[2] for one in bucket[0].list_objects(f"{bucket[1]}/", 100)]
     assert found == list("abdefgh")
     assert len(proxy.asked) == 4 + (1 if chunk == 2 else page + 1)
 

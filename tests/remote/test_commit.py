@@ -14,7 +14,7 @@ import holdfast
 from holdfast.core.value import replace
 from holdfast.engine.targets.bucket_commit import ObjectSave
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted, SaveError, StoreError
-from holdfast.stores.remote.client import Bucket, Got, bucket_of
+from holdfast.stores.remote.client import Bucket, ObjectContent, get_bucket
 from holdfast.stores.remote.url import url_of
 from tests.remote.killing import run_and_kill
 from tests.remote.servers import Proxy, environment, only
@@ -43,7 +43,7 @@ def content(url: str) -> int | None:
 
 def keys(url: str) -> list[str]:
     where = url_of(url)
-    return [one.key for one in bucket_of(where).below(where.key + "/", 1000)]
+    return [one.key for one in get_bucket(where).list_objects(where.key + "/", 1000)]
 
 
 @pytest.mark.parametrize("suffix", ["", ".pt", ".safetensors"])
@@ -83,7 +83,7 @@ def test_a_save_that_meets_no_answer_any_more(
     proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
 ):
     """From each request on nothing arrives: the save fails, and what was there is there."""
-    monkeypatch.setattr("holdfast.stores.remote.client.RETRIES", 1)
+    monkeypatch.setattr("holdfast.stores.remote.client.MAX_RETRIES", 1)
     holdfast.save(state(0), url)
     proxy.clear()
     holdfast.save(state(1), url, overwrite=True)
@@ -186,18 +186,21 @@ def test_a_single_object_never_takes_the_place_of_another(
 
     def then_another(self: ObjectSave) -> None:
         begin(self)
-        if bucket_of(where).below(where.key.rpartition("/")[0] + "/", 10)[0].key != where.key:
-            bucket_of(where).put(where.key, b"of another program")
+        if (
+            get_bucket(where).list_objects(where.key.rpartition("/")[0] + "/", 10)[0].key
+            != where.key
+        ):
+            get_bucket(where).put(where.key, b"of another program")
 
     monkeypatch.setattr(ObjectSave, "begin", then_another)
     for act in (
         lambda: holdfast.save(state(1), where, overwrite=False),
         lambda: holdfast.copy(other, where),
     ):
-        bucket_of(where).delete([where.key])
+        get_bucket(where).delete([where.key])
         with pytest.raises(NotCommitted, match="the object exists"):
             act()
-        assert bytes(bucket_of(where).whole(where.key, 100).data) == b"of another program"
+        assert bytes(get_bucket(where).get_object(where.key, 100).data) == b"of another program"
         assert len(keys(url.rpartition("/")[0])) == 2, "no claim is left"
 
 
@@ -206,7 +209,7 @@ def test_a_claim_that_a_dead_saver_left(proxy: Proxy, url: str, short_puts: None
     holdfast.save(state(0), url + ".safetensors")
     where = url_of(url + "-new.safetensors")
     claim = where.sibling(".step-1-new.safetensors.0000000000000000.tmp")
-    bucket_of(where).put(claim.key, b"somebody's")
+    get_bucket(where).put(claim.key, b"somebody's")
     with pytest.raises(NotCommitted, match=r"cut off while it was; pass overwrite=True"):
         holdfast.save(state(1), where, overwrite=False)
     assert content(where) is None
@@ -221,9 +224,9 @@ def test_a_single_object_is_read_back(overwrite: bool, long: bool, monkeypatch: 
     store = MemoryStore()
     if overwrite:
         holdfast.save(state(0), "x.safetensors", store=store)
-    damaged = Bucket._answer
+    damaged = Bucket._get_once
 
-    async def flip(self: Bucket, *args: object) -> Got:
+    async def flip(self: Bucket, *args: object) -> ObjectContent:
         got = await damaged(self, *args)  # type: ignore[arg-type]
         return (
             replace(got, data=memoryview(bytes(got.data[:-1]) + b"?"))
@@ -231,7 +234,7 @@ def test_a_single_object_is_read_back(overwrite: bool, long: bool, monkeypatch: 
             else got
         )
 
-    monkeypatch.setattr(Bucket, "_answer", flip)
+    monkeypatch.setattr(Bucket, "_get_once", flip)
     with pytest.raises(DurabilityUncertain, match="read back the same"):
         holdfast.save(state(1), "x.safetensors", store=store, overwrite=overwrite, read_back=True)
     monkeypatch.undo()
@@ -277,10 +280,10 @@ def test_a_store_without_conditions_is_found_out(
     monkeypatch.setattr(
         "holdfast.stores.remote.client.Bucket.put", lambda self, *args, **more: "etag"
     )
-    bucket_of(url_of(url)).conditions = None
+    get_bucket(url_of(url)).supports_conditions = None
     with pytest.raises(NotCommitted, match="takes no notice of conditions"):
         holdfast.save(state(0), url)
-    bucket_of(url_of(url)).conditions = None
+    get_bucket(url_of(url)).supports_conditions = None
 
 
 def test_both_servers_keep_conditions(either: int, url: str, monkeypatch: pytest.MonkeyPatch):

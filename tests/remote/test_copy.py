@@ -12,7 +12,7 @@ from obstore.store import MemoryStore
 import holdfast
 from holdfast.cli.main import main
 from holdfast.errors import Corrupted, DurabilityUncertain, HoldfastError, NotCommitted
-from holdfast.stores.remote.client import bucket_of
+from holdfast.stores.remote.client import get_bucket
 from holdfast.stores.remote.url import url_of
 from tests.remote.servers import Asked, Fault, Proxy
 from tests.remote.test_verbs import STATE, names, same
@@ -31,12 +31,12 @@ def content(place: str) -> dict[str, bytes]:
             else {"": path.read_bytes()}
         )
     where = url_of(place)
-    bucket = bucket_of(where)
+    bucket = get_bucket(where)
     keys = {
         one.key.removeprefix(f"{where.key}/"): one.key
-        for one in bucket.below(f"{where.key}/", 1000)
+        for one in bucket.list_objects(f"{where.key}/", 1000)
     } or {"": where.key}
-    return {name: bytes(bucket.whole(key, 1 << 30).data) for name, key in keys.items()}
+    return {name: bytes(bucket.get_object(key, 1 << 30).data) for name, key in keys.items()}
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_copy_that_is_cut_off_publishes_nothing_and_another_is_told(
     made: Path, proxy: Proxy, url: str
 ):
     holdfast.save(STATE, f"{url}-source")
-    bucket = bucket_of(url_of(url))
+    bucket = get_bucket(url_of(url))
     bucket.put(f"{url_of(url).key}/.copy.0000000000000000.tmp", b"of another")
     with pytest.raises(NotCommitted, match="under way"):
         holdfast.copy(made / "native", url)
@@ -154,7 +154,7 @@ def test_a_copy_over_the_same_names_that_fails_leaves_the_old_one(
 def test_what_is_too_long_for_a_copy_by_the_store(
     made: Path, proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("holdfast.engine.targets.bucket.COPIED_NBYTES", 1000)
+    monkeypatch.setattr("holdfast.engine.targets.bucket.MAX_COPY_NBYTES", 1000)
     holdfast.copy(made / "split", url)
     holdfast.copy(made / "split", url, overwrite=True)
     assert content(url) == content(str(made / "split"))

@@ -43,7 +43,7 @@ def test_wrong_answers_are_never_taken_for_right(
     """Once: it is asked for again. Always: a clear error, or the right bytes."""
     if every and fault == "stall":
         pytest.skip("a minute for each try")
-    monkeypatch.setattr("holdfast.stores.remote.client.AT_FIRST_S", 0.3)
+    monkeypatch.setattr("holdfast.stores.remote.client.UNKNOWN_DELAY_S", 0.3)
     holdfast.save(WIDE, url + ".safetensors", overwrite=False)
     with holdfast.open(url + ".safetensors") as checkpoint:
         proxy.clear()

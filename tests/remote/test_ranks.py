@@ -25,7 +25,7 @@ from holdfast.errors import (
     NotCommitted,
     StoreError,
 )
-from holdfast.stores.remote.client import bucket_of
+from holdfast.stores.remote.client import get_bucket
 from holdfast.stores.remote.url import url_of
 from tests.ranks.pool import Pool, failures, good
 from tests.remote import rank_jobs
@@ -36,7 +36,9 @@ from tests.support import ALONE
 
 def keys(url: str) -> list[str]:
     where = url_of(url)
-    return [one.key.rpartition("/")[2] for one in bucket_of(where).below(where.key + "/", 1000)]
+    return [
+        one.key.rpartition("/")[2] for one in get_bucket(where).list_objects(where.key + "/", 1000)
+    ]
 
 
 def content(url: str) -> int | None:
@@ -164,9 +166,9 @@ def test_an_index_that_names_other_files_is_refused(file: object):
     holdfast.torch.save_sharded(url, {"w": torch.ones(3)}, format="safetensors", overwrite=True)
     where = url_of(url)
     key = where.key + "/model.safetensors.index.json"
-    document = json.loads(bytes(bucket_of(where).whole(key, 1 << 20).data))
+    document = json.loads(bytes(get_bucket(where).get_object(key, 1 << 20).data))
     document["metadata"]["holdfast.files"].append(file)
-    bucket_of(where).put(key, json.dumps(document).encode())
+    get_bucket(where).put(key, json.dumps(document).encode())
     with pytest.raises(HoldfastError):
         holdfast.open(url)
     holdfast.torch.save_sharded(url, {"w": torch.ones(3)}, format="safetensors", overwrite=True)
@@ -366,7 +368,7 @@ def test_a_save_that_may_be_there_is_left_alone(monkeypatch: pytest.MonkeyPatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(Bucket, "put", lost)
-        patch.setattr(Bucket, "whole", unreadable)
+        patch.setattr(Bucket, "get_object", unreadable)
         with pytest.raises(DurabilityUncertain):
             holdfast.torch.save_sharded(url, {"w": torch.ones(3)})
     assert holdfast.open(url)["w"].numpy().tolist() == [1, 1, 1]

@@ -155,7 +155,7 @@ def test_a_read_survives_every_fault_once(fault: str, proxy: Proxy, url: str):
 
 
 def test_a_slow_answer_is_asked_for_again(proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("holdfast.stores.remote.client.AT_FIRST_S", 0.2)
+    monkeypatch.setattr("holdfast.stores.remote.client.UNKNOWN_DELAY_S", 0.2)
     holdfast.save(STATE, url + ".safetensors")
     with holdfast.open(url + ".safetensors") as checkpoint:
         proxy.clear()

@@ -32,7 +32,7 @@ class Death(BaseException):
 @contextmanager
 def killed(at: int, answered: bool) -> Iterator[None]:
     """A process that is killed before its n-th request, or after that was done; there is no request after it."""
-    count, run, uploading = 0, Bucket._run, Bucket.uploading
+    count, run, uploading = 0, Bucket._run, Bucket.open_upload
 
     def asks() -> bool:
         nonlocal count
@@ -60,7 +60,7 @@ def killed(at: int, answered: bool) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bucket, "_run", asked)
-        patch.setattr(Bucket, "uploading", uploads)
+        patch.setattr(Bucket, "open_upload", uploads)
         yield
 
 

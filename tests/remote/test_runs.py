@@ -28,7 +28,7 @@ from holdfast.errors import (
     SaveError,
 )
 from holdfast.extras.runs.sweep import sweep
-from holdfast.stores.remote.client import Bucket, RemoteObject, bucket_of
+from holdfast.stores.remote.client import Bucket, RemoteObject, get_bucket
 from holdfast.stores.remote.url import url_of
 from tests.remote.killing import run_and_kill
 from tests.remote.servers import Proxy, environment, only
@@ -258,7 +258,7 @@ def later(hours: float) -> Iterator[None]:
     def head(self: Bucket, key: str) -> RemoteObject:
         found = real(self, key)
         return RemoteObject(
-            found.key, found.nbytes, found.etag, found.changed + timedelta(hours=hours)
+            found.key, found.nbytes, found.etag, found.modified_at + timedelta(hours=hours)
         )
 
     with pytest.MonkeyPatch.context() as patch:
@@ -372,7 +372,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]):
     told = json.loads(capsys.readouterr().out)
     assert [(row["step"], row["metrics"]) for row in told["steps"]] == [(2, {"loss": 0.5})]
     assert (told["path"], told["writer"]) == (url, None)
-    client = bucket_of(url_of(url)).client
+    client = get_bucket(url_of(url)).client
     obstore.put(client, f"run/{LITTER}", b"x")
     assert main(["runs", url, "--gc", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["young"] == 1
@@ -426,7 +426,7 @@ def test_each_request_of_a_save_meets_a_fault(fault: str, proxy: Proxy, url: str
 
 
 def test_no_request_arrives_from_one_on(proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("holdfast.stores.remote.client.RETRIES", 1)
+    monkeypatch.setattr("holdfast.stores.remote.client.MAX_RETRIES", 1)
     run = holdfast.Run(url, keep="latest:1")
     for number in (1, 2):
         run.save(number, state(number))
@@ -503,7 +503,7 @@ def test_a_run_that_is_killed_between_two_requests(proxy: Proxy, url: str):
 
 def bucket_keys(url: str) -> list[str]:
     where = url_of(url)
-    return [one.key for one in bucket_of(where).below(where.key + "/", 1000)]
+    return [one.key for one in get_bucket(where).list_objects(where.key + "/", 1000)]
 
 
 def test_both_servers_say_what_a_step_is(either: int, url: str, monkeypatch: pytest.MonkeyPatch):
@@ -530,10 +530,10 @@ def test_a_listing_of_several_pages(proxy: Proxy, url: str):
     count = count_rounds("steps in a listing of several pages", 1020, total=2300)
     holdfast.Run(url).save(0, state(0))
     where = url_of(url)
-    bucket = bucket_of(where)
+    bucket = get_bucket(where)
     data = next(key for key in bucket_keys(url) if "data-" in key)
     raw = {
-        key: bytes(bucket.whole(key, 1 << 20).data)
+        key: bytes(bucket.get_object(key, 1 << 20).data)
         for key in (data, f"{where.key}/step-00000000/holdfast.json")
     }
 

@@ -40,7 +40,7 @@ from holdfast.errors import (
 from holdfast.extras.runs.sweep import sweep
 from holdfast.formats.native.schema import DOCUMENT
 from holdfast.stores.remote import client
-from holdfast.stores.remote.client import Bucket, Upload, bucket_of
+from holdfast.stores.remote.client import Bucket, Upload, get_bucket
 from holdfast.stores.remote.url import url_of
 from holdfast.verbs.shared.references import References
 from tests.remote.servers import environment
@@ -432,7 +432,7 @@ class Turns:
 
 @contextmanager
 def by_turns(picks: Iterable[int]) -> Iterator[Turns]:
-    turns, run, uploading = Turns(picks), Bucket._run, Bucket.uploading
+    turns, run, uploading = Turns(picks), Bucket._run, Bucket.open_upload
 
     def asked(
         self: Bucket, ask: Callable[[], object], key: str, doing: str, **more: bool
@@ -449,25 +449,25 @@ def by_turns(picks: Iterable[int]) -> Iterator[Turns]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", HoldfastWarning)
         patch.setattr(Bucket, "_run", asked)
-        patch.setattr(Bucket, "uploading", uploads)
+        patch.setattr(Bucket, "open_upload", uploads)
         yield turns
 
 
 @contextmanager
 def aged(store: MemoryStore) -> Iterator[None]:
     """What is there now was written two days ago."""
-    old, real = {f"run/{key}" for key in keys(store)}, client._found
+    old, real = {f"run/{key}" for key in keys(store)}, client._parse_metadata
 
     def found(meta: dict[str, object]) -> client.RemoteObject:
         one = real(meta)  # type: ignore[arg-type]
         return (
-            client.RemoteObject(one.key, one.nbytes, one.etag, one.changed - timedelta(days=2))
+            client.RemoteObject(one.key, one.nbytes, one.etag, one.modified_at - timedelta(days=2))
             if one.key in old
             else one
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client, "_found", found)
+        patch.setattr(client, "_parse_metadata", found)
         yield
 
 
@@ -741,7 +741,7 @@ def test_both_servers_share(either: int, url: str, monkeypatch: pytest.MonkeyPat
     assert all(map(loads, fresh))
     assert any("/" in name for name in fresh.latest().files)
     where = url_of(url)
-    before = len(bucket_of(where).below(where.key + "/", 100))
+    before = len(get_bucket(where).list_objects(where.key + "/", 100))
     with later(25):
         assert sweep(url).keys == ()
-    assert len(bucket_of(where).below(where.key + "/", 100)) == before
+    assert len(get_bucket(where).list_objects(where.key + "/", 100)) == before

@@ -140,7 +140,7 @@ def test_a_copy_that_is_refused_by_the_store_leaves_the_old_one(made: Path, prox
 
 def test_a_copy_takes_away_what_one_left_that_was_cut_off(made: Path, proxy: Proxy, url: str):
     """As when the first rank is killed, who would have done so."""
-    from holdfast.stores.remote.client import bucket_of
+    from holdfast.stores.remote.client import get_bucket
     from holdfast.stores.remote.url import Url
 
     holdfast.copy(made / "split", url)
@@ -148,7 +148,7 @@ def test_a_copy_takes_away_what_one_left_that_was_cut_off(made: Path, proxy: Pro
         names(url),
         Url(url).below(".model-00001-of-00003.safetensors.0123456789abcdef.tmp"),
     )
-    bucket_of(place).put(place.key, b"half of it", create=True)
+    get_bucket(place).put(place.key, b"half of it", create=True)
     assert len(names(url)) == len(before) + 1
     good(on_ranks(2, lambda group: holdfast.copy(made / "split", url, group=group, overwrite=True)))
     assert names(url) == before

@@ -124,7 +124,7 @@ def test_an_object_store_that_is_not_there_is_an_error_and_no_folder(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
         monkeypatch.setenv(name, "none")
-    monkeypatch.setattr("holdfast.stores.remote.client.RETRIES", 0)
+    monkeypatch.setattr("holdfast.stores.remote.client.MAX_RETRIES", 0)
     for path in OBJECTS:
         if "explained" in verb:
             VERBS[verb](path)

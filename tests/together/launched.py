@@ -58,7 +58,7 @@ class Fate:
             setattr(Files, name, self._counted(getattr(Files, name), name))
         for name in ("_set", "_take"):
             setattr(group, name, self._counted(getattr(group, name), name))
-        for name in ("_run", "once"):
+        for name in ("_run", "run_once"):
             setattr(Bucket, name, self._counted(getattr(Bucket, name), name))
 
     def _counted(self, call: Callable[..., object], name: str) -> Callable[..., object]:

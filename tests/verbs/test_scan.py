@@ -436,7 +436,7 @@ def test_a_folder_that_is_called_like_a_url_is_a_folder(tmp_path, monkeypatch):
     def asked(*given, **more):
         raise AssertionError("an object store was asked")
 
-    monkeypatch.setattr("holdfast.stores.remote.client.bucket_of", asked)
+    monkeypatch.setattr("holdfast.stores.remote.client.get_bucket", asked)
     monkeypatch.chdir(tmp_path)
     inside = tmp_path / "s3:" / "bucket"
     inside.mkdir(parents=True)

@@ -40,7 +40,7 @@ from holdfast.formats.native.schema import made_whole, parse_manifest
 from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import is_same_place, join, place_at
-from holdfast.stores.remote.url import COPIED_NBYTES
+from holdfast.stores.remote.url import MAX_COPY_NBYTES
 from holdfast.verbs.open import Openable, checkpoint_mark, checkpoint_store, opened
 from holdfast.verbs.shared.planned import (
     Planned,
@@ -155,7 +155,7 @@ def _lay_out(
     shared = {file.name: at for file in listed if (at := parse_sibling_key(file.name))}
     for name in (*names, *shared):
         folder, key = shared.get(name, ("", name if store.is_folder else ""))
-        if name != last and url is not None and shares and store.size(name) <= COPIED_NBYTES:
+        if name != last and url is not None and shares and store.size(name) <= MAX_COPY_NBYTES:
             linked.append(LinkedFile(key, store.size(name), url.sibling(folder) if folder else url))
             continue
         if name == last and shared:

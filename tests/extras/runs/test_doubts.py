@@ -13,7 +13,7 @@ import holdfast
 from holdfast import Latest
 from holdfast.errors import Corrupted, HoldfastWarning
 from holdfast.extras.runs import retention
-from holdfast.stores.remote.client import bucket_of
+from holdfast.stores.remote.client import get_bucket
 from holdfast.stores.remote.url import Url
 
 FROZEN = np.random.default_rng(0).standard_normal(20_000).astype(np.float32)
@@ -33,14 +33,14 @@ def damage(step: holdfast.Step) -> None:
         (storage,) = checkpoint["frozen"].storages
     at = storage.start + storage.nbytes // 2
     if isinstance(step.path, Url):
-        bucket, key = bucket_of(step.path), step.path.below(storage.key).key
+        bucket, key = get_bucket(step.path), step.path.below(storage.key).key
         parts = key.split("/")
         key = (
             "/".join([*parts[: parts.index("..") - 1], *parts[parts.index("..") + 1 :]])
             if ".." in parts
             else key
         )
-        content = bytearray(bucket.whole(key, 1 << 20).data)
+        content = bytearray(bucket.get_object(key, 1 << 20).data)
         content[at] ^= 1
         bucket.put(key, bytes(content))
         return

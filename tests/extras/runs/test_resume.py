@@ -14,7 +14,7 @@ import holdfast
 from holdfast import Best, Latest
 from holdfast.errors import Corrupted, HoldfastError, StoreError
 from holdfast.extras.runs import retention, steps, view
-from holdfast.stores.remote.client import bucket_of
+from holdfast.stores.remote.client import get_bucket
 from holdfast.stores.remote.url import Url
 from tests.support import flip_bit
 
@@ -35,13 +35,13 @@ def is_state(found: object, number: int) -> bool:
 def damage(step: holdfast.Step) -> None:
     """Change the last byte of the data of a step."""
     if isinstance(step.path, Url):
-        bucket = bucket_of(step.path)
+        bucket = get_bucket(step.path)
         (key,) = [
             one.key
-            for one in bucket.below(step.path.key + "/", 100)
+            for one in bucket.list_objects(step.path.key + "/", 100)
             if one.key.endswith(".safetensors")
         ]
-        content = bytearray(bucket.whole(key, 1 << 20).data)
+        content = bytearray(bucket.get_object(key, 1 << 20).data)
         content[-1] ^= 1
         bucket.put(key, bytes(content))
         return
@@ -194,9 +194,9 @@ def test_a_damaged_manifest_says_what_passes_over_it(place: str):
         saved = run.save(2, state(2))
     if isinstance(saved.path, Url):
         key = saved.path.below("holdfast.json").key
-        bucket = bucket_of(saved.path)
-        found = bucket.described(key)
-        content = bytes(bucket.whole(key, 1 << 20).data).replace(b'"w1"', b'"v1"')
+        bucket = get_bucket(saved.path)
+        found = bucket.head_with_attributes(key)
+        content = bytes(bucket.get_object(key, 1 << 20).data).replace(b'"w1"', b'"v1"')
         bucket.put(key, content, attributes=found.attributes)
     else:
         manifest = Path(saved.path, "holdfast.json")

@@ -34,9 +34,9 @@ from holdfast.engine.write import check_source, read_stored_crcs
 from holdfast.errors import HoldfastError, NotCommitted, StoreError
 from holdfast.stores.files import is_temporary
 from holdfast.stores.memory import MemoryStore
-from holdfast.stores.remote.client import Bucket, bucket_of
+from holdfast.stores.remote.client import Bucket, get_bucket
 from holdfast.stores.remote.store import RemoteStore
-from holdfast.stores.remote.url import COPIED_NBYTES, Url
+from holdfast.stores.remote.url import MAX_COPY_NBYTES, Url
 from holdfast.stores.virtual import Virtual, VirtualFile
 
 MOST = 1 << 20  # Objects below a prefix that are looked through for those of a save.
@@ -281,7 +281,7 @@ class PrefixTarget(JoinedPrefix):
         return parse_sibling_key(key) or (self.url.key.rpartition("/")[2], key)
 
     def written(self) -> Store:
-        store, bucket, parent = Virtual(self.url), bucket_of(self.url), self.url.parent
+        store, bucket, parent = Virtual(self.url), get_bucket(self.url), self.url.parent
         for key, (nbytes, _) in self._delivered.items():
             folder, name = self._home(key)
             at = parent.below(f"{folder}/{name}" if folder else name).key
@@ -303,8 +303,8 @@ class PrefixTarget(JoinedPrefix):
         if self.save:
             below = f"{self.url.key}/" if self.url.key else ""
             with suppress(HoldfastError):
-                bucket = bucket_of(self.url)
-                found = [one.key for one in bucket.below(below, MOST)]
+                bucket = get_bucket(self.url)
+                found = [one.key for one in bucket.list_objects(below, MOST)]
                 bucket.delete(
                     [
                         key
@@ -360,7 +360,7 @@ class CopyTarget(JoinedCopy):
             else [file for file in plan.files if names.weights(file.key) and file.key not in there]
         )
         aside = [*(file for file in plan.files if file.key in there), *(found if several else ())]
-        hidden = {file.key: _hidden(file.key) for file in aside if file.nbytes <= COPIED_NBYTES}
+        hidden = {file.key: _hidden(file.key) for file in aside if file.nbytes <= MAX_COPY_NBYTES}
         super().__init__(url, json.dumps(hidden), save)
         self._files: list[FilePlan] = []
         self._linked: list[LinkedFile] = []
@@ -440,7 +440,7 @@ def _hidden(name: str) -> str:
 
 def _read(bucket: Bucket, key: str, start: int, out: memoryview) -> None:
     try:
-        got = bucket.get(key, start, start + out.nbytes)
+        got = bucket.get_range(key, start, start + out.nbytes)
     except StoreError as error:
         if error.errno == errno.ENOENT:
             raise StoreError(

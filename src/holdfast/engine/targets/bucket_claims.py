@@ -45,7 +45,7 @@ from holdfast.errors import (
     NotCommitted,
     StoreError,
 )
-from holdfast.stores.remote.client import bucket_of
+from holdfast.stores.remote.client import get_bucket
 from holdfast.stores.remote.failures import find_existing
 from holdfast.stores.remote.url import Url
 
@@ -83,8 +83,8 @@ class Claim:
 def claims_below(parent: Url, does: Does, *, mine: str | None = None) -> set[str]:
     """The folders beside each other in `parent` in which somebody does this. Without a claim of one's own (`mine`) the age of the
     others is that by the clock of this machine: good for a forecast."""
-    bucket, found, old = bucket_of(parent), set[str](), list[str]()
-    rows = {one.key: one.changed for one in bucket.below(f"{_below(parent)}/", MOST)}
+    bucket, found, old = get_bucket(parent), set[str](), list[str]()
+    rows = {one.key: one.modified_at for one in bucket.list_objects(f"{_below(parent)}/", MOST)}
     if mine is not None and mine not in rows:
         raise _unsure(
             "the store does not list what was just written to it; checkpoints cannot share bytes there",
@@ -97,7 +97,7 @@ def claims_below(parent: Url, does: Does, *, mine: str | None = None) -> set[str
             old += [key] if age >= 2 * LIFE_S and mine is not None else []
             continue
         try:
-            got = find_existing(bucket.whole, key, MOST_NBYTES)
+            got = find_existing(bucket.get_object, key, MOST_NBYTES)
             content = (
                 None if got is None else read_document(DOCUMENT, bytes(got.data))
             )  # None: it has been taken away
@@ -126,7 +126,7 @@ def _below(parent: Url) -> str:
 @contextmanager
 def claiming(parent: Url, does: Does, folders: Collection[str]) -> Iterator[Claim]:
     """A block in which all others know what is done here. Where nobody can say how it ended, the claim stays, and grows old."""
-    key, bucket, began = f"{_below(parent)}/{save_id()}", bucket_of(parent), time.monotonic()
+    key, bucket, began = f"{_below(parent)}/{save_id()}", get_bucket(parent), time.monotonic()
 
     def over() -> None:
         with suppress(HoldfastError):
@@ -175,10 +175,10 @@ def commit_sharing(save: PrefixSave, used: Used, commit: Callable[[], None]) -> 
 
 def _look(parent: Url, used: Used, url: Url) -> None:
     """Raise where one of these objects is not there with its length."""
-    bucket, start = bucket_of(parent), f"{parent.key}/" if parent.key else ""
+    bucket, start = get_bucket(parent), f"{parent.key}/" if parent.key else ""
     for folder in sorted({folder for folder, _, _ in used}):
         prefix = f"{start}{folder}/"
-        there = {one.key.removeprefix(prefix): one.nbytes for one in bucket.folders(prefix)[1]}
+        there = {one.key.removeprefix(prefix): one.nbytes for one in bucket.list_folder(prefix)[1]}
         for own, name, nbytes in used:
             if own == folder and there.get(name) != nbytes:
                 raise _stale(url, f"{folder}/{name} is gone")
@@ -217,5 +217,5 @@ def release(
             raise _unsure(
                 "the store answers too slowly to be sure of what is needed; try again", parent
             )
-        bucket_of(parent).delete(free)
+        get_bucket(parent).delete(free)
         return Released(free, [key for key in folders if folders[key] in used])

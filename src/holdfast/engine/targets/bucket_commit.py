@@ -44,8 +44,8 @@ from holdfast.errors import (
     StoreError,
     drop_tracebacks,
 )
-from holdfast.stores.remote.client import Bucket, bucket_of
-from holdfast.stores.remote.failures import ConditionFailed, pauses
+from holdfast.stores.remote.client import Bucket, get_bucket
+from holdfast.stores.remote.failures import ConditionFailed, iterate_pauses
 from holdfast.stores.remote.url import Url
 
 INSIST: Final = "HOLDFAST_WITHOUT_CONDITIONS"  # Set in the environment, this lets saves go to a store that ignores conditions.
@@ -67,16 +67,16 @@ def save_id() -> str:
 
 def check_conditions(bucket: Bucket, url: Url) -> None:
     """Try whether the store refuses to create what is there. Raises `NotCommitted` where it does not, unless the user insists."""
-    if bucket.conditions is None:
+    if bucket.supports_conditions is None:
         probe = f"{url.key}.holdfast-probe-{save_id()}"
         try:
             with suppress(ConditionFailed):
                 bucket.put(probe, b"1", create=True)
             try:
                 bucket.put(probe, b"2", create=True)
-                bucket.conditions = False
+                bucket.supports_conditions = False
             except ConditionFailed:
-                bucket.conditions = True
+                bucket.supports_conditions = True
         except StoreError as error:
             raise NotCommitted(
                 f"the store cannot be written to: {error.message}", file=url, errno=error.errno
@@ -84,7 +84,7 @@ def check_conditions(bucket: Bucket, url: Url) -> None:
         finally:
             with suppress(HoldfastError):
                 bucket.delete([probe])
-    if not bucket.conditions and not os.environ.get(INSIST):
+    if not bucket.supports_conditions and not os.environ.get(INSIST):
         danger = "so two saves at once could mix or undo each other without anybody knowing"
         advice = f"use another store, or set {INSIST}=1 where only one process ever saves"
         message = f"the store takes no notice of conditions (If-None-Match), {danger}; {advice}"
@@ -102,11 +102,11 @@ def claimed(
     def is_mine() -> bool | None:
         """Whether the claim is; None where there is none, or none to be seen yet."""
         try:
-            return bytes(bucket.whole(key, 1 << 10).data) == mine
+            return bytes(bucket.get_object(key, 1 << 10).data) == mine
         except HoldfastError as error:
             return None if isinstance(error, StoreError) and error.errno == errno.ENOENT else False
 
-    for pause in islice(pauses(LOOK_S), TRIES):
+    for pause in islice(iterate_pauses(LOOK_S), TRIES):
         try:
             bucket.put(key, mine, create=not force)
             break
@@ -147,7 +147,7 @@ def put_surely(
     """Put an object, and look what is there where the answer is none. None when it is there, else the last error message. `is_mine`
     looks: None where what was there before is there still. Raises `lost()` where another's is."""
     failure = ""
-    for pause in islice(pauses(LOOK_S), TRIES):
+    for pause in islice(iterate_pauses(LOOK_S), TRIES):
         try:
             put()
             return None
@@ -182,7 +182,7 @@ class PrefixSave:
         self.index = index
         self._parts = parts  # Parts of an upload that may be under way at once.
         self._overwrite = overwrite
-        self._bucket = bucket_of(url)
+        self._bucket = get_bucket(url)
         self._written: list[str] = []
         self.there: frozenset[str] = (
             frozenset()
@@ -195,7 +195,7 @@ class PrefixSave:
         """Look at what is there. Raises `NotCommitted` where it may not be replaced: an index, or another name that `counts`."""
         check_conditions(self._bucket, self.url)
         try:
-            _, found = self._bucket.folders(self._key(""))
+            _, found = self._bucket.list_folder(self._key(""))
             names = {one.key.rpartition("/")[2]: one for one in found}
             index = names.get(self.index)
             # What a list says of an object may be older than the object.
@@ -219,7 +219,9 @@ class PrefixSave:
         key = self._key(name)
         self.expect([name])
         try:
-            with self._bucket.uploading(key, nbytes, attributes=None, parts=self._parts) as upload:
+            with self._bucket.open_upload(
+                key, nbytes, attributes=None, parts_at_once=self._parts
+            ) as upload:
                 write(upload)
         except StoreError as error:
             raise NotCommitted(
@@ -240,19 +242,24 @@ class PrefixSave:
 
         def is_mine() -> bool | None:
             try:
-                there = self._bucket.whole(key, max(len(index), 1) + (1 << 20))
+                there = self._bucket.get_object(key, max(len(index), 1) + (1 << 20))
             except LimitExceeded:
                 return False  # longer than ours
             return (
                 True
                 if bytes(there.data) == index
                 else None
-                if there.found.etag == before
+                if there.metadata.etag == before
                 else False
             )
 
         put = partial(
-            self._bucket.put, key, index, create=before is None, match=before, attributes=attributes
+            self._bucket.put,
+            key,
+            index,
+            create=before is None,
+            if_match=before,
+            attributes=attributes,
         )
         unsure = put_surely(put, is_mine, self._lost)
         if unsure is not None:
@@ -337,7 +344,7 @@ class ObjectSave:
         self.url = url
         self._overwrite = overwrite
         self._parts = parts
-        self._bucket = bucket_of(url)
+        self._bucket = get_bucket(url)
         self._id = save_id()
 
     def begin(self) -> None:
@@ -345,7 +352,7 @@ class ObjectSave:
         if not self._overwrite:
             check_conditions(self._bucket, self.url)
         try:
-            if not self.url.has_suffix and any(self._bucket.folders(self.url.key)):
+            if not self.url.has_suffix and any(self._bucket.list_folder(self.url.key)):
                 raise NotCommitted(
                     "there are objects below this name, which is a folder's; give another",
                     file=self.url,
@@ -438,8 +445,8 @@ class ObjectSave:
     ) -> None:
         with ExitStack() as held:
             try:
-                with self._bucket.uploading(
-                    self.url.key, nbytes, attributes=attributes, parts=self._parts
+                with self._bucket.open_upload(
+                    self.url.key, nbytes, attributes=attributes, parts_at_once=self._parts
                 ) as upload:
                     write(upload)
                     before_commit()
@@ -463,7 +470,7 @@ class ObjectSave:
 
     def _create(self, content: bytes, attributes: Mapping[str, str]) -> None:
         def is_mine() -> bool:
-            return self._bucket.get(self.url.key, 0, 1).attributes.get(SAVE) == self._id
+            return self._bucket.get_range(self.url.key, 0, 1).attributes.get(SAVE) == self._id
 
         put = partial(self._bucket.put, self.url.key, content, create=True, attributes=attributes)
         unsure = put_surely(put, is_mine, lambda: another_first(self.url))
@@ -476,7 +483,7 @@ class ObjectSave:
     def _uncertain(self, error: StoreError) -> None:
         """An upload that failed at its end may be there all the same: look, and say so."""
         try:
-            there = self._bucket.get(self.url.key, 0, 1)
+            there = self._bucket.get_range(self.url.key, 0, 1)
         except StoreError as second:
             if second.errno == errno.ENOENT:
                 raise NotCommitted(

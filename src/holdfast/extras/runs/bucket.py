@@ -81,7 +81,7 @@ from holdfast.extras.runs.steps import (
 )
 from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.stores.remote import client
-from holdfast.stores.remote.client import Bucket, bucket_of
+from holdfast.stores.remote.client import Bucket, get_bucket
 from holdfast.stores.remote.failures import ConditionFailed, find_existing
 from holdfast.stores.remote.url import Stamps, Url
 from holdfast.verbs.seals.document import LARGEST, Stamp
@@ -186,7 +186,7 @@ class RunBucket(RunPlace):
 
     @property
     def bucket(self) -> Bucket:
-        return bucket_of(self.path)
+        return get_bucket(self.path)
 
     def key(self, *names: str) -> str:
         return "/".join((*([self.path.key] if self.path.key else []), *names))
@@ -244,7 +244,7 @@ class RunBucket(RunPlace):
         return sizes
 
     def read_record(self, kind: DocumentType[D]) -> D | None:
-        got = find_existing(self.bucket.whole, self.key(kind.file), MOST_NBYTES)
+        got = find_existing(self.bucket.get_object, self.key(kind.file), MOST_NBYTES)
         return None if got is None else decode_document(bytes(got.data), kind)
 
     def exported(self) -> Mapping[str, Stamps]:
@@ -376,7 +376,7 @@ class RunBucket(RunPlace):
 
     def _fetch(self, kind: DocumentType[D]) -> tuple[D | None, str | None, bytes]:
         """A document of the run, its etag, and its text; None for one that is damaged, but for pins."""
-        got = find_existing(self.bucket.whole, self.key(kind.file), MOST_NBYTES)
+        got = find_existing(self.bucket.get_object, self.key(kind.file), MOST_NBYTES)
         if got is None:
             return None, None, b""
         try:
@@ -385,7 +385,7 @@ class RunBucket(RunPlace):
             if kind.file == PINS.file:
                 raise  # nothing may be deleted then
             found = None
-        return found, got.found.etag, bytes(got.data)
+        return found, got.metadata.etag, bytes(got.data)
 
     def change_record(self, kind: DocumentType[D], change: Change[D], *, durable: bool) -> None:
         """As `RunPlace.change_record`; again where somebody was faster.
@@ -402,7 +402,7 @@ class RunBucket(RunPlace):
                 None,
             )
             try:
-                self.bucket.put(self.key(kind.file), raw, create=etag is None, match=etag)
+                self.bucket.put(self.key(kind.file), raw, create=etag is None, if_match=etag)
                 return
             except StoreError as error:
                 failed = error
@@ -433,7 +433,8 @@ class RunBucket(RunPlace):
 
     def _named(self, below: int | None = None) -> dict[int, list[str]]:
         claims = self._claims(
-            name.rstrip("/").rpartition("/")[2] for name in self.bucket.folders(self.key() + "/")[0]
+            name.rstrip("/").rpartition("/")[2]
+            for name in self.bucket.list_folder(self.key() + "/")[0]
         )
         return {
             number: names for number, names in claims.items() if below is None or number < below
@@ -468,7 +469,10 @@ class RunBucket(RunPlace):
 
     def _objects(self, folder: str) -> Mapping[str, client.RemoteObject]:
         start = self.key(folder) + "/"
-        return {one.key.removeprefix(start): one for one in self.bucket.below(start, MOST_OBJECTS)}
+        return {
+            one.key.removeprefix(start): one
+            for one in self.bucket.list_objects(start, MOST_OBJECTS)
+        }
 
     def _examine(
         self, name: str, number: int, folders: Callable[[str], Mapping[str, client.RemoteObject]]
@@ -510,7 +514,7 @@ class RunBucket(RunPlace):
                 return f"{file}: {one.nbytes:,} of {nbytes:,} bytes"
             lengths[one.key] = nbytes
         self._lengths[name] = lengths
-        stamp = info.stamp or Stamp(number, manifest.changed.timestamp(), {})
+        stamp = info.stamp or Stamp(number, manifest.modified_at.timestamp(), {})
         names = tuple([file for file, _ in files])
         return stamped(stamp, number, self.path.below(name), sum(lengths.values()), name, names)
 
@@ -520,7 +524,7 @@ class RunBucket(RunPlace):
         known = self._manifests.get(key)
         if known is not None and etag is not None and known.etag == etag:
             return known
-        got = find_existing(self.bucket.described, key)
+        got = find_existing(self.bucket.head_with_attributes, key)
         if got is None:
             return None
         found = read_stamp(got.attributes.get(ATTRIBUTE))
@@ -528,7 +532,12 @@ class RunBucket(RunPlace):
             return self._read(name)
         stamp, stored = found
         info = ManifestInfo(
-            got.found.etag, got.found.nbytes, stamp, stored.save, stored.files, tuple(stored.beside)
+            got.metadata.etag,
+            got.metadata.nbytes,
+            stamp,
+            stored.save,
+            stored.files,
+            tuple(stored.beside),
         )
         self._manifests[key] = info
         return info
@@ -536,12 +545,12 @@ class RunBucket(RunPlace):
     def _read(self, name: str) -> ManifestInfo | None:
         key = self.key(name, MANIFEST)
         try:
-            got = find_existing(self.bucket.whole, key, LIMITS.index_nbytes)
+            got = find_existing(self.bucket.get_object, key, LIMITS.index_nbytes)
         except LimitExceeded as error:
             return ManifestInfo(None, 0, None, wrong=error.message)
         if got is None:
             return None
-        etag, nbytes = got.found.etag, got.data.nbytes
+        etag, nbytes = got.metadata.etag, got.data.nbytes
         try:
             files, metadata = named_by(bytes(got.data))
         except HoldfastError as error:

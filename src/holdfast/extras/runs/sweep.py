@@ -32,7 +32,7 @@ from holdfast.errors import BadArgument, NotCommitted, StoreError
 from holdfast.stores.files import is_temporary
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
-from holdfast.stores.remote.client import Bucket, RemoteObject, bucket_of
+from holdfast.stores.remote.client import Bucket, RemoteObject, get_bucket
 from holdfast.stores.remote.url import Url
 from holdfast.verbs.shared.references import References, listed
 
@@ -76,7 +76,7 @@ def sweep(
             "a sweep is for object stores; in a directory, the next save removes what dead ones left",
             found=place,
         )
-    bucket, tree = bucket_of(url), listed(url)
+    bucket, tree = get_bucket(url), listed(url)
     found = [(folder, name, one) for folder, below in tree.items() for name, one in below.items()]
     now = _now(bucket, url, (one for _, _, one in found), dry_run=dry_run)
     before = now - timedelta(seconds=parse_seconds(grace, "grace="))
@@ -94,7 +94,7 @@ def sweep(
         if folder == CLAIMS or ("/" not in name and is_ours):
             traces.append(one.key)
             life = timedelta(seconds=2 * LIFE_S if CLAIMS in one.key else 0)
-            if one.changed <= min(before, now - life):
+            if one.modified_at <= min(before, now - life):
                 dead.append(one.key)
     young, notes = len(traces) - len(dead), list[str]()
     try:
@@ -102,7 +102,7 @@ def sweep(
             bucket.delete(dead)
         for references, keys in groups:
             left = set(keys) - (references.named(keys) if keys else set())
-            old = [key for key in keys if key in left and objects[key].changed <= before]
+            old = [key for key in keys if key in left and objects[key].modified_at <= before]
             young += len(left) - len(old)
             released = Released(old)
             if not dry_run:
@@ -128,11 +128,11 @@ def _now(bucket: Bucket, url: Url, seen: Iterable[RemoteObject], *, dry_run: boo
     try:
         bucket.put(probe, b"")
         try:
-            return bucket.head(probe).changed
+            return bucket.head(probe).modified_at
         finally:
             bucket.delete([probe])
     except StoreError:
-        times = [one.changed for one in seen]
+        times = [one.modified_at for one in seen]
         if not dry_run or not times:
             raise
         return max(times)

@@ -4,12 +4,12 @@
    now, the request raises `Replaced` instead of returning a mixture.
 2. Requests that can safely be sent twice are repeated after a failure that may pass: a 5xx status, a
    lost connection, a body that breaks off, or another range than the requested one. These are reads,
-   lists, deletions, copies, and puts without a condition. `_again` repeats them with growing pauses, at
-   most `RETRIES` times and for three minutes. Retries that obstore makes and reports count as well.
+   lists, deletions, copies, and puts without a condition. They are repeated with growing pauses, at
+   most `MAX_RETRIES` times and for three minutes. Retries that obstore makes and reports count as well.
 3. Not repeated are a put with a condition, and the start and the end of an upload in parts. Such a put
    may succeed and its answer be lost. Sent again, it fails because the object exists. So callers draw no
    conclusion from the answer, and read what is there (engine/targets/bucket_commit).
-4. A request that takes much longer than others of its size is sent a second time (`Patience`), and the
+4. A read that takes much longer than others of its size is sent a second time (`HedgeDelays`), and the
    first answer counts.
 5. Messages have the URL of the object, what the server meant, and the number of attempts. They never
    contain the text of obstore, which may include signed URLs.
@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, TypeVar
 
@@ -38,26 +39,29 @@ from holdfast.errors import (
     Truncated,
     Unsupported,
 )
-from holdfast.stores.remote import loop
 from holdfast.stores.remote.failures import (
-    AGAIN_S,
-    FIRST_S,
-    LONGEST_S,
+    FIRST_PAUSE_S,
+    MAX_PAUSE_S,
+    MAX_RETRY_S,
     count_client_retries,
     describe_failure,
     find_existing,
     is_transient,
-    pauses,
+    iterate_pauses,
     translate_error,
 )
 from holdfast.stores.remote.loop import (
+    is_forked,
     is_released,
     lend_memory,
+    make_fork_error,
+    mark_used,
     poll_until,
     track_request,
+    unfinished_uploads,
     wait_for_answer,
 )
-from holdfast.stores.remote.url import PART_NBYTES, UPLOADING, Url
+from holdfast.stores.remote.url import PART_NBYTES, UPLOAD_PARTS_AT_ONCE, Url
 
 if TYPE_CHECKING:
     from obstore import AsyncWritableFile, GetOptions, GetResult, ObjectMeta, PutMode
@@ -66,407 +70,559 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Buffer = bytes | memoryview
 
-RETRIES = 8  # How often a request that may be repeated is: by obstore, by us, and in all.
-DEFAULT_RETRIES = 10  # How often obstore repeats a request if it was not told how often.
-LISTED = 1000  # Keys of a list that are taken at a time: as many as S3 puts on a page.
-PARTS = 10_000
+MAX_RETRIES = 8
+"""How often a request is repeated, by obstore and by Holdfast together."""
 
-ENDPOINTS = {
+OBSTORE_RETRIES = 10
+"""How often obstore repeats a request if the caller did not configure it."""
+
+LIST_PAGE_OBJECTS = 1000
+"""Objects of a listing that are received at a time: as many as S3 puts on a page."""
+
+DELETE_OBJECTS = 1000
+"""The largest number of objects that S3 deletes with one request."""
+
+MAX_UPLOAD_PARTS = 10_000
+"""The largest number of parts that S3 accepts for one upload."""
+
+ENDPOINT_VARIABLES = {
     "s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "az": ("AZURE_ENDPOINT", "AZURE_STORAGE_ENDPOINT"),
 }
-"""Where the environment says that a server is another than the cloud's; one without TLS is meant so."""
+"""Environment variables with the URL of another server than that of the cloud."""
 
-PLAIN = "HOLDFAST_WITHOUT_CHECKSUMS"  # In the environment: requests to S3 go without checksums, which a server may refuse.
-ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "HOLDFAST_")
+CHECKSUM_VARIABLE = "HOLDFAST_WITHOUT_CHECKSUMS"
+"""An environment variable. If it is set, requests to S3 have no checksums, which some servers refuse."""
 
+CLIENT_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_", "HOLDFAST_")
+"""Prefixes of the environment variables that configure a client."""
 
-KNOWN = 16  # Answers that are remembered of each size.
-ENOUGH = 4  # Answers below which nothing is known.
-AT_FIRST_S = 10.0  # How long to wait while nothing is known.
-LEAST_S = (
-    0.5  # No answer is waited for less: a busy moment of this machine is no reason to ask twice.
-)
-TIMES = 4.0  # How many times as long as usual is too long.
+RECORDED_ANSWERS = 16
+"""Recent answers of each size whose times are remembered."""
+
+MIN_ANSWERS = 4
+"""Answers of a size after which their usual time counts as known."""
+
+UNKNOWN_DELAY_S = 10.0
+"""The delay before a second request while the usual time is not known."""
+
+MIN_DELAY_S = 0.5
+"""The shortest delay. If this machine is busy for a moment, a second request would not help."""
+
+LATE_FACTOR = 4.0
+"""An answer is late after this multiple of the usual time."""
 
 
 class RemoteObject(Value, frozen=True):
+    """The metadata of an object in a bucket."""
+
     key: str
     nbytes: int
     etag: str | None
-    changed: datetime
+    modified_at: datetime
 
 
-class Got(Value, frozen=True):
+class ObjectContent(Value, frozen=True):
+    """Bytes of an object, with the metadata that came in the same answer."""
+
     data: memoryview
-    start: int
-    found: RemoteObject
+    """The bytes of the range that was read. Empty if only metadata was requested."""
+    metadata: RemoteObject
     attributes: Mapping[str, str]
+    """HTTP headers and user-defined metadata of the object."""
 
 
-class Patience:
-    """Decides when a request is late, from the recent times of answers of the same size.
+class HedgeDelays:
+    """Decides how long to wait for an answer before the request is sent a second time.
 
     Of many requests, some are always slow because a server is busy or packets are lost. A request that
-    takes several times as long as usual is sent again. Only few requests are that slow.
+    takes several times as long as recent ones of its size is sent again, and the first answer counts
+    ("hedged requests"). Only few requests are that slow, so this costs little.
     """
 
     def __init__(self) -> None:
         self._lock = make_fork_safe(threading.Lock())
-        self._took: dict[int, deque[float]] = {}
+        self._recent_seconds: dict[int, deque[float]] = {}
 
-    def add_answer(self, nbytes: int, seconds: float) -> None:
-        """Record the time of an answer of `nbytes` bytes."""
+    def record_answer(self, nbytes: int, seconds: float) -> None:
+        """Record how long an answer of `nbytes` bytes took."""
         with self._lock:
-            self._took.setdefault(_size(nbytes), deque(maxlen=KNOWN)).append(seconds)
+            size_class = _get_size_class(nbytes)
+            if size_class not in self._recent_seconds:
+                self._recent_seconds[size_class] = deque(maxlen=RECORDED_ANSWERS)
+            self._recent_seconds[size_class].append(seconds)
 
-    def of(self, nbytes: int) -> float:
+    def get_delay_s(self, nbytes: int) -> float:
         """Return how many seconds to wait for an answer of `nbytes` bytes before a second request."""
         with self._lock:
-            took = list(self._took.get(_size(nbytes), ()))
-        return max(LEAST_S, TIMES * median(took)) if len(took) >= ENOUGH else AT_FIRST_S
+            recent_seconds = list(self._recent_seconds.get(_get_size_class(nbytes), ()))
+        if len(recent_seconds) < MIN_ANSWERS:
+            return UNKNOWN_DELAY_S
+        return max(MIN_DELAY_S, LATE_FACTOR * median(recent_seconds))
 
 
-def _size(nbytes: int) -> int:
+def _get_size_class(nbytes: int) -> int:
     """Return the size class of an answer. The sizes in a class differ by a factor of less than four."""
     return nbytes.bit_length() // 2
 
 
 class Upload:
-    """A running upload of an object, which is written from front to back."""
+    """A running upload of one object, which is written from front to back.
+
+    obstore sends the bytes in the background. It uses the memory of the caller until it has sent them.
+    """
 
     def __init__(self, bucket: Bucket, key: str, file: AsyncWritableFile) -> None:
-        self._bucket, self._key, self._file = bucket, key, file
-        self._lent: list[
-            memoryview
-        ] = []  # What the client has not uploaded yet, as far as anybody looked.
+        self._bucket = bucket
+        self._key = key
+        self._file: AsyncWritableFile | None = file
+        self._lent_views: list[memoryview] = []
+        """Memory that obstore may still use."""
         self.nbytes = 0
 
     def write(self, data: Buffer, /) -> int:
-        whole = memoryview(data)
-        for start in range(0, whole.nbytes, PART_NBYTES):
-            # What the store keeps is never given back: to look for it again with each part would cost their square.
-            self._lent = (
-                [] if self._bucket.keeps else [one for one in self._lent if not is_released(one)]
-            )
-            self._lent.append(whole[start : start + PART_NBYTES])
-            self._bucket.once(self._write, self._key, "uploading it")
-        self.nbytes += whole.nbytes
-        return whole.nbytes
+        """Append bytes to the object, and return how many."""
+        view = memoryview(data)
+        for start in range(0, view.nbytes, PART_NBYTES):
+            if self._bucket.keeps_memory:
+                # This store never releases memory. To check all parts again for each new part would
+                # take quadratic time.
+                self._lent_views.clear()
+            else:
+                self._lent_views = [lent for lent in self._lent_views if not is_released(lent)]
+            part = view[start : start + PART_NBYTES]
+            self._lent_views.append(part)
+            self._bucket.run_once(partial(self._write_part, part), self._key, "uploading it")
+        self.nbytes += view.nbytes
+        return view.nbytes
 
-    async def _write(self) -> None:
-        # What is half written cannot be given up: who is interrupted here goes, and this is waited for before that.
-        await asyncio.shield(track_request(self._file.write(self._lent[-1])))
+    async def _write_part(self, part: memoryview) -> None:
+        # obstore cannot stop in the middle of a write. If the caller is interrupted, the write goes on,
+        # and `release` waits for it.
+        await asyncio.shield(track_request(self._get_file().write(part)))
 
-    async def end(self, *, whole: bool) -> None:
-        """Publish the object if `whole` is set, otherwise discard it."""
+    async def finish(self, *, publish: bool) -> None:
+        """Publish the object, or discard it if `publish` is False."""
+        file = self._get_file()
         try:
-            await track_request(
-                self._file.close() if whole else self._file.__aexit__(NotCommitted, None, None)
-            )
+            if publish:
+                await track_request(file.close())
+            else:
+                await track_request(file.__aexit__(NotCommitted, None, None))
         finally:
-            await self.drop()
+            del file
+            await self.release()
 
-    async def drop(self) -> None:
-        """Stop the upload and wait until the client has released its memory."""
-        self.__dict__.pop("_file", None)
-        await poll_until(lambda: self._bucket.keeps or all(map(is_released, self._lent)))
+    async def release(self) -> None:
+        """Stop the upload, and wait until obstore has released the memory of the caller."""
+        # Without references to the file, obstore stops its upload.
+        self._file = None
+        await poll_until(self._has_released_memory)
+
+    def _has_released_memory(self) -> bool:
+        return self._bucket.keeps_memory or all(map(is_released, self._lent_views))
+
+    def _get_file(self) -> AsyncWritableFile:
+        if self._file is None:
+            raise StoreError("the upload was stopped because the program ends")
+        return self._file
+
+
+class Listing:
+    """A listing of all objects under a prefix, page by page. It can continue after a failure."""
+
+    def __init__(self, client: ObjectStore, prefix: str) -> None:
+        self.objects: list[RemoteObject] = []
+        """The objects of the pages that were received."""
+        self._client = client
+        self._prefix = prefix
+        self._pages: AsyncIterator[Sequence[ObjectMeta]] | None = None
+
+    async def receive_page(self) -> bool:
+        """Add the objects of the next page to `objects`. Returns False if there are no more pages.
+
+        After a failed call, the next call continues behind the last object.
+        """
+        if self._pages is None:
+            self._pages = self._start()
+        try:
+            page = await track_request(anext(self._pages))
+        except StopAsyncIteration:
+            return False
+        except BaseException:
+            self._pages = None
+            raise
+        self.objects.extend(map(_parse_metadata, page))
+        return True
+
+    def _start(self) -> AsyncIterator[Sequence[ObjectMeta]]:
+        """Start to list behind the last object, or from the start if the store does not sort its keys."""
+        import obstore
+
+        keys = [remote_object.key for remote_object in self.objects]
+        if keys != sorted(keys):
+            self.objects.clear()
+        last_key = self.objects[-1].key if self.objects else None
+        pages = obstore.list(
+            self._client,
+            self._prefix.rstrip("/") or None,
+            offset=last_key,
+            chunk_size=LIST_PAGE_OBJECTS,
+        )
+        return aiter(pages)
 
 
 class Bucket:
+    """A bucket of an object store, and its client. All requests of Holdfast are methods of this class.
+
+    Every method may raise `StoreError`. Its `errno` is ENOENT if there is no such object.
+    """
+
     def __init__(self, root: str, client: ObjectStore) -> None:
+        """Create a bucket.
+
+        Args:
+            root: The URL of the bucket.
+            client: A store of obstore whose root is this bucket.
+        """
         self.root = root
         self.client = client
-        self.keeps = (
-            type(client).__name__ == "MemoryStore"
-        )  # Whether what is put is not sent anywhere, but kept where it is.
+        self.keeps_memory = type(client).__name__ == "MemoryStore"
+        """Whether the store is in this process and keeps the memory of what is put."""
+        self.supports_conditions: bool | None = None
+        """Whether the store honors the conditions of a put. None until a save has tried it."""
+        self.hedge_delays = HedgeDelays()
         retry_config = getattr(client, "retry_config", None) or {}
-        self._client_retries: int = retry_config.get("max_retries", DEFAULT_RETRIES)
-        self.patience = Patience()
-        self.conditions: bool | None = (
-            None  # Whether the store keeps the conditions of a put, once somebody has tried.
-        )
-        self.requests = 0  # Requests for content and uploads that were sent.
+        self._client_retries: int = retry_config.get("max_retries", OBSTORE_RETRIES)
 
     def url(self, key: str) -> str:
+        """Return the URL of an object."""
         return f"{self.root}/{key}"
 
-    def get(self, key: str, start: int, stop: int, *, etag: str | None = None) -> Got:
-        """A range, pinned to an etag. Less than that where the object ends before; `Truncated` where it ends before `start`."""
+    def get_range(
+        self, key: str, start: int, stop: int, *, etag: str | None = None
+    ) -> ObjectContent:
+        """Return a range of bytes of an object, or fewer if the object ends before `stop`.
+
+        Args:
+            key: The key of the object.
+            start: The first byte.
+            stop: The byte behind the last one.
+            etag: The ETag that the object must have.
+
+        Raises:
+            Truncated: The object ends before `start`.
+            Replaced: The object has another ETag.
+        """
         options: GetOptions = {"range": (start, stop)}
-        return self._get(key, options, etag, nbytes=stop - start)
+        if etag is not None:
+            options["if_match"] = etag
+        send = partial(self._get_hedged, key, options, nbytes=stop - start, max_nbytes=None)
+        return self._run(send, key, "reading it")
 
-    def tail(self, key: str, nbytes: int, *, etag: str | None = None) -> Got:
-        """Return the last `nbytes` bytes, or the whole object if it is shorter."""
-        try:
-            return self._get(key, {"range": {"suffix": nbytes}}, etag, nbytes=nbytes)
-        except Unsupported:
-            # Azure has no such request.
-            found = self.head(key)
-            return self.get(
-                key, max(0, found.nbytes - nbytes), max(found.nbytes, 1), etag=etag or found.etag
-            )
-
-    def whole(self, key: str, most: int) -> Got:
-        """Return a whole object. Raises `LimitExceeded`, without reading it, if it is longer than `most`."""
-        return self._get(key, {}, None, nbytes=1 << 20, most=most)
+    def get_object(self, key: str, max_nbytes: int) -> ObjectContent:
+        """Return a whole object. Raises `LimitExceeded`, without reading it, if it is too long."""
+        # The size is not known yet. Small documents are read this way, so their time class is used.
+        send = partial(self._get_hedged, key, {}, nbytes=1 << 20, max_nbytes=max_nbytes)
+        return self._run(send, key, "reading it")
 
     def head(self, key: str) -> RemoteObject:
+        """Return the metadata of an object."""
         import obstore
 
-        return _found(
-            self._run(
-                lambda: track_request(obstore.head_async(self.client, key)), key, "looking at it"
-            )
+        metadata = self._run(
+            lambda: track_request(obstore.head_async(self.client, key)), key, "looking at it"
         )
+        return _parse_metadata(metadata)
 
-    def described(self, key: str) -> Got:
+    def head_with_attributes(self, key: str) -> ObjectContent:
         """Return the metadata and the attributes of an object, without its content."""
         import obstore
 
-        async def ask() -> Got:
-            result = await track_request(
-                obstore.get_async(self.client, key, options={"head": True})
-            )
-            attributes = {str(name): value for name, value in result.attributes.items()}
-            return Got(memoryview(b""), 0, _found(result.meta), attributes)
+        async def send() -> ObjectContent:
+            request = obstore.get_async(self.client, key, options={"head": True})
+            return _parse_answer(await track_request(request), memoryview(b""))
 
-        return self._run(ask, key, "looking at it")
+        return self._run(send, key, "looking at it")
 
-    def below(self, prefix: str, most: int) -> list[RemoteObject]:
-        """Return all objects under a prefix, sorted by key. The prefix is empty or ends with a slash."""
-        import obstore
+    def list_objects(self, prefix: str, max_objects: int) -> list[RemoteObject]:
+        """Return all objects under a prefix, sorted by key.
 
-        rows: list[RemoteObject] = []
-        pages: AsyncIterator[Sequence[ObjectMeta]] | None = None
+        Args:
+            prefix: The prefix, which is empty or ends with a slash.
+            max_objects: The largest number of objects.
 
-        async def page() -> Sequence[ObjectMeta]:
-            """The next; none at the end. After a failure the list goes on behind what came, or anew where it has no order."""
-            nonlocal pages
-            if pages is None:
-                keys = [one.key for one in rows]
-                if keys != sorted(keys):
-                    rows.clear()
-                last = rows[-1].key if rows else None
-                pages = aiter(
-                    obstore.list(
-                        self.client, prefix.rstrip("/") or None, offset=last, chunk_size=LISTED
-                    )
-                )
-            try:
-                return await track_request(anext(pages))
-            except StopAsyncIteration:
-                return ()
-            except BaseException:
-                pages = None
-                raise
+        Raises:
+            LimitExceeded: There are more objects.
+        """
+        listing = Listing(self.client, prefix)
 
-        async def collect() -> None:
-            while found := await self._again(page, prefix, "listing it", RETRIES):
-                rows.extend(map(_found, found))
-                if len(rows) > most:
+        async def receive_all() -> None:
+            # Each page is repeated by itself, so a long listing may survive many failures.
+            while await self._repeat(listing.receive_page, prefix, "listing it", MAX_RETRIES):
+                if len(listing.objects) > max_objects:
                     raise LimitExceeded(
-                        f"more objects than Limits(files={most})",
+                        f"more objects than Limits(files={max_objects})",
                         file=self.url(prefix),
-                        expected=most,
+                        expected=max_objects,
                     )
 
-        self._run(collect, prefix, "listing it", again=False)
-        return sorted(rows, key=lambda found: found.key)
+        self._run(receive_all, prefix, "listing it", can_repeat=False)
+        return sorted(listing.objects, key=lambda remote_object: remote_object.key)
 
-    def folders(self, prefix: str) -> tuple[list[str], list[RemoteObject]]:
+    def list_folder(self, prefix: str) -> tuple[list[str], list[RemoteObject]]:
         """Return the prefixes and the objects directly under a prefix."""
         import obstore
 
-        found = self._run(
-            lambda: track_request(
-                obstore.list_with_delimiter_async(self.client, prefix.rstrip("/") or None)
-            ),
+        folder = prefix.rstrip("/") or None
+        answer = self._run(
+            lambda: track_request(obstore.list_with_delimiter_async(self.client, folder)),
             prefix,
             "listing it",
         )
-        return sorted(found["common_prefixes"]), [_found(one) for one in found["objects"]]
+        return sorted(answer["common_prefixes"]), list(map(_parse_metadata, answer["objects"]))
 
     def put(
-        self, key: str, data: Buffer, *, create: bool = False, match: str | None = None,
+        self,
+        key: str,
+        data: Buffer,
+        *,
+        create: bool = False,
+        if_match: str | None = None,
         attributes: Mapping[str, str] | None = None,
-    ) -> str | None:  # fmt: skip
+    ) -> str | None:
         """Put a small object with one request, and return its ETag.
+
+        Args:
+            key: The key of the object.
+            data: The content.
+            create: Whether the object must not exist yet.
+            if_match: The ETag of the object that is replaced.
+            attributes: HTTP headers and user-defined metadata of the object.
 
         Raises:
             ConditionFailed: The condition did not hold, or it is not known whether it did.
         """
         import obstore
 
-        mode: PutMode = (
-            "create" if create else {"e_tag": match} if match is not None else "overwrite"
-        )
-        self.requests += 1
-        given = dict(attributes) if attributes else None
+        mode: PutMode = "overwrite"
+        if create:
+            mode = "create"
+        elif if_match is not None:
+            mode = {"e_tag": if_match}
 
-        async def ask() -> str | None:
-            async with lend_memory(data, kept=self.keeps) as view:
-                put = obstore.put_async(
-                    self.client, key, view, mode=mode, use_multipart=False, attributes=given
+        async def send() -> str | None:
+            async with lend_memory(data, kept=self.keeps_memory) as view:
+                request = obstore.put_async(
+                    self.client,
+                    key,
+                    view,
+                    mode=mode,
+                    use_multipart=False,
+                    attributes=_copy_attributes(attributes),
                 )
-                return (await track_request(put))["e_tag"]
+                answer = await track_request(request)
+                return answer["e_tag"]
 
-        return self._run(ask, key, "writing it", again=mode == "overwrite")
+        return self._run(send, key, "writing it", can_repeat=mode == "overwrite")
 
     @contextmanager
-    def uploading(
+    def open_upload(
         self,
         key: str,
         nbytes: int,
         *,
         attributes: Mapping[str, str] | None = None,
-        parts: int | None = None,
+        parts_at_once: int | None = None,
     ) -> Iterator[Upload]:
-        """Put an object of any size from front to back, in parts of which several are under way (`parts` at the most). It is there,
-        all of it, when the block ends; a block that fails leaves nothing."""
+        """Upload an object of any size. The block writes its content from front to back.
+
+        The object exists when the block has ended. If the block fails, nothing is published.
+
+        Args:
+            key: The key of the object.
+            nbytes: The size of the object.
+            attributes: HTTP headers and user-defined metadata of the object.
+            parts_at_once: How many parts are sent at the same time.
+        """
         import obstore
 
-        part = PART_NBYTES
-        while part * PARTS < nbytes:
-            part *= 2
-        self.requests += max(1, -(-nbytes // part))
-        given, at_once = dict(attributes) if attributes else None, parts or UPLOADING
+        part_nbytes = PART_NBYTES
+        while part_nbytes * MAX_UPLOAD_PARTS < nbytes:
+            part_nbytes *= 2
         file = obstore.open_writer_async(
-            self.client, key, buffer_size=part, max_concurrency=at_once, attributes=given
+            self.client,
+            key,
+            buffer_size=part_nbytes,
+            max_concurrency=parts_at_once or UPLOAD_PARTS_AT_ONCE,
+            attributes=_copy_attributes(attributes),
         )
         upload = Upload(self, key, file)
+        # The upload has the only reference to the file, so it can stop obstore by dropping it.
         del file
-        loop.unfinished[upload] = upload.drop
+        unfinished_uploads[upload] = upload.release
         try:
             try:
                 yield upload
             except BaseException:
+                # The error of the block says more than a failure of the clean-up.
                 with suppress(HoldfastError):
-                    self.once(lambda: upload.end(whole=False), key, "uploading it")
+                    self.run_once(partial(upload.finish, publish=False), key, "uploading it")
                 raise
-            self.once(lambda: upload.end(whole=True), key, "uploading it")
+            self.run_once(partial(upload.finish, publish=True), key, "uploading it")
         except OSError as error:
             raise translate_error(error, self.url(key), "uploading it") from None
         finally:
-            loop.unfinished.pop(upload, None)
+            unfinished_uploads.pop(upload, None)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects. Missing objects are ignored."""
         import obstore
 
-        for first in range(0, len(keys), 1000):
-            some = list(keys[first : first + 1000])
+        for start in range(0, len(keys), DELETE_OBJECTS):
+            batch = list(keys[start : start + DELETE_OBJECTS])
 
-            def ask(some: list[str] = some) -> Awaitable[None]:
-                return track_request(obstore.delete_async(self.client, some))
+            def send(batch: list[str] = batch) -> Awaitable[None]:
+                return track_request(obstore.delete_async(self.client, batch))
 
-            find_existing(self._run, ask, some[0], "deleting it")
+            find_existing(self._run, send, batch[0], "deleting it")
 
-    def copy(self, key: str, to: str) -> None:
+    def copy(self, source_key: str, target_key: str) -> None:
+        """Copy an object in this bucket, without downloading it."""
         import obstore
 
-        self.requests += 1
-        self._run(
-            lambda: track_request(obstore.copy_async(self.client, key, to)), key, "copying it"
-        )
+        def send() -> Awaitable[None]:
+            return track_request(obstore.copy_async(self.client, source_key, target_key))
 
-    def _get(
-        self,
-        key: str,
-        options: GetOptions,
-        etag: str | None,
-        *,
-        nbytes: int,
-        most: int | None = None,
-    ) -> Got:
-        if etag is not None:
-            options = {**options, "if_match": etag}
-        return self._run(lambda: self._hedged(key, options, nbytes, most), key, "reading it")
+        self._run(send, source_key, "copying it")
 
-    async def _hedged(self, key: str, options: GetOptions, nbytes: int, most: int | None) -> Got:
-        """Return the first answer of a request, and of a second one that is sent if the first is late."""
-        begun = time.monotonic()
-        first = asyncio.ensure_future(self._answer(key, options, most))
-        asked = {first}
+    async def _get_hedged(
+        self, key: str, options: GetOptions, *, nbytes: int, max_nbytes: int | None
+    ) -> ObjectContent:
+        """Read an object, and send the same request again if the answer is late (`HedgeDelays`).
+
+        Args:
+            key: The key of the object.
+            options: The range to read and the ETag to require.
+            nbytes: The usual size of such an answer, which decides when it is late.
+            max_nbytes: The largest size that the object may have, or None.
+        """
+        start_s = time.monotonic()
+        tasks = {asyncio.ensure_future(self._get_once(key, options, max_nbytes))}
+        errors: list[BaseException] = []
         try:
-            done, _ = await asyncio.wait(asked, timeout=self.patience.of(nbytes))
-            if not done:
-                asked.add(asyncio.ensure_future(self._answer(key, options, most)))
-            while True:
-                done, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-                for one in done:
-                    if one.exception() is None or not waiting:
-                        got = one.result()
-                        self.patience.add_answer(nbytes, time.monotonic() - begun)
-                        return got
-                asked = waiting
+            done_tasks, _ = await asyncio.wait(tasks, timeout=self.hedge_delays.get_delay_s(nbytes))
+            if not done_tasks:
+                tasks.add(asyncio.ensure_future(self._get_once(key, options, max_nbytes)))
+            while tasks:
+                done_tasks, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done_tasks:
+                    error = task.exception()
+                    if error is None:
+                        self.hedge_delays.record_answer(nbytes, time.monotonic() - start_s)
+                        return task.result()
+                    errors.append(error)
+            raise errors[-1]
         finally:
-            for one in asked:
-                one.cancel()
+            for task in tasks:
+                task.cancel()
 
-    async def _answer(self, key: str, options: GetOptions, most: int | None) -> Got:
+    async def _get_once(
+        self, key: str, options: GetOptions, max_nbytes: int | None
+    ) -> ObjectContent:
+        """Send one request for content, and check that the answer is what was requested."""
         import obstore
 
-        self.requests += 1
         result: GetResult = await track_request(
             obstore.get_async(self.client, key, options=options)
         )
-        found = _found(result.meta)
-        if most is not None and found.nbytes > most:
-            message = (
-                f"an index of {found.nbytes:,} bytes is more than Limits(index_nbytes={most:,})"
+        object_nbytes = result.meta["size"]
+        if max_nbytes is not None and object_nbytes > max_nbytes:
+            raise LimitExceeded(
+                f"an index of {object_nbytes:,} bytes is more than "
+                f"Limits(index_nbytes={max_nbytes:,})",
+                file=self.url(key),
+                expected=max_nbytes,
+                found=object_nbytes,
             )
-            raise LimitExceeded(message, file=self.url(key), expected=most, found=found.nbytes)
+
         start, stop = result.range
         data = memoryview(await track_request(result.bytes_async()))
-        wanted = options.get("range")
-        if data.nbytes != stop - start or (isinstance(wanted, tuple) and start != wanted[0]):
-            message = f"the store answered with {data.nbytes:,} bytes from {start:,} on, and not with what was asked for"
-            raise Truncated(message, file=self.url(key), offset=start + data.nbytes)
-        return Got(
-            data, start, found, {str(name): value for name, value in result.attributes.items()}
-        )
+        requested_range = options.get("range")
+        is_other_range = isinstance(requested_range, tuple) and start != requested_range[0]
+        if is_other_range or data.nbytes != stop - start:
+            raise Truncated(
+                f"the store returned {data.nbytes:,} bytes from {start:,} on, which is not the "
+                "requested range",
+                file=self.url(key),
+                offset=start + data.nbytes,
+            )
+        return _parse_answer(result, data)
 
     def _run(
-        self, ask: Callable[[], Awaitable[T]], key: str, doing: str, *, again: bool = True
+        self, send: Callable[[], Awaitable[T]], key: str, action: str, *, can_repeat: bool = True
     ) -> T:
-        """Send a request and wait. Repeat it after a transient failure, unless `again` is False."""
-        return (
-            wait_for_answer(lambda: self._again(ask, key, doing, RETRIES))
-            if again
-            else self.once(ask, key, doing)
-        )
+        """Send a request and wait. Repeat it after a transient failure if `can_repeat` is set.
 
-    def once(self, ask: Callable[[], Awaitable[T]], key: str, doing: str) -> T:
-        """Send a request and wait, without repeating it."""
-        return wait_for_answer(lambda: self._again(ask, key, doing, 0))
+        Args:
+            send: Sends the request once.
+            key: The key of the object, for messages.
+            action: What the request does, for messages: `reading it`.
+            can_repeat: Whether the request can safely be sent twice.
+        """
+        if not can_repeat:
+            return self.run_once(send, key, action)
+        return wait_for_answer(lambda: self._repeat(send, key, action, MAX_RETRIES))
 
-    async def _again(
-        self, ask: Callable[[], Awaitable[T]], key: str, doing: str, retries: int
+    def run_once(self, send: Callable[[], Awaitable[T]], key: str, action: str) -> T:
+        """Send a request and wait, without repeating it. The arguments are those of `_run`."""
+        return wait_for_answer(lambda: self._repeat(send, key, action, 0))
+
+    async def _repeat(
+        self, send: Callable[[], Awaitable[T]], key: str, action: str, max_retries: int
     ) -> T:
-        begun, asked = time.monotonic(), 0
-        for pause in pauses():
+        """Send a request, again and again while it fails in a way that may pass."""
+        start_s = time.monotonic()
+        attempt_count = 0
+        for pause_s in iterate_pauses():
             try:
-                return await ask()
+                return await send()
             except Exception as error:
-                passes, raised = is_transient(error), translate_error(error, self.url(key), doing)
-                asked += 1 + count_client_retries(error, doing, self._client_retries)
-            took = time.monotonic() - begun
-            if not passes or asked > retries or took + pause > AGAIN_S:
+                may_pass = is_transient(error)
+                translated_error = translate_error(error, self.url(key), action)
+                attempt_count += 1 + count_client_retries(error, action, self._client_retries)
+            elapsed_s = time.monotonic() - start_s
+            has_time = elapsed_s + pause_s <= MAX_RETRY_S
+            if not (may_pass and has_time and attempt_count <= max_retries):
                 break
-            await asyncio.sleep(pause)
-        if passes and isinstance(raised, HoldfastError):
-            raised.message += (
-                f"; asked {asked} times in {took:.1f} s" if asked > 1 else "; asked once"
-            )
-        raise raised from None
+            await asyncio.sleep(pause_s)
+
+        if may_pass and isinstance(translated_error, HoldfastError):
+            if attempt_count > 1:
+                translated_error.message += f"; asked {attempt_count} times in {elapsed_s:.1f} s"
+            else:
+                translated_error.message += "; asked once"
+        raise translated_error from None
 
 
-def _found(meta: ObjectMeta) -> RemoteObject:
-    etag = meta["e_tag"]
-    # Azure has it in quotes in the answer about an object, and without them in a list.
-    quoted = etag if not etag or etag.endswith('"') else f'"{etag}"'
-    return RemoteObject(meta["path"], meta["size"], quoted, meta["last_modified"])
+def _parse_metadata(metadata: ObjectMeta) -> RemoteObject:
+    """Return the metadata of an object from an answer of obstore."""
+    etag = metadata["e_tag"]
+    # Azure has quotes around the ETag in the answer about an object, and none in a listing.
+    if etag and not etag.endswith('"'):
+        etag = f'"{etag}"'
+    return RemoteObject(metadata["path"], metadata["size"], etag, metadata["last_modified"])
+
+
+def _parse_answer(result: GetResult, data: memoryview) -> ObjectContent:
+    """Return the content of an answer of obstore, whose body is `data`."""
+    attributes = {str(name): value for name, value in result.attributes.items()}
+    return ObjectContent(data, _parse_metadata(result.meta), attributes)
+
+
+def _copy_attributes(attributes: Mapping[str, str] | None) -> dict[str, str] | None:
+    """Return attributes as a dict, as obstore requires it; None if there are none."""
+    return dict(attributes) if attributes else None
 
 
 _lock = make_fork_safe(threading.Lock())
@@ -474,56 +630,61 @@ _buckets: dict[tuple[object, ...], Bucket] = {}
 at_fork(after_in_child=_buckets.clear)
 
 
-def bucket_of(url: Url) -> Bucket:
-    """The bucket of a URL, with the client that came with it or one that is made from the environment."""
-    if loop.is_forked():
-        raise loop.make_fork_error(url)
+def get_bucket(url: Url) -> Bucket:
+    """Return the bucket of a URL.
+
+    All URLs of a bucket share a `Bucket`, as long as the environment does not change. Its client came
+    with the URL, or is created from the environment.
+    """
+    if is_forked():
+        raise make_fork_error(url)
     try:
         import obstore.store  # noqa: F401
     except ImportError:
-        message = f"{url.scheme}:// needs the client of object stores, the package obstore: pip install obstore"
-        raise Unsupported(message, file=str(url)) from None
+        raise Unsupported(
+            f"{url.scheme}:// needs the client of object stores, the package obstore: "
+            "pip install obstore",
+            file=str(url),
+        ) from None
+
     if url.client is not None:
-        return _kept((url.root, id(url.client)), lambda: Bucket(url.root, url.client))  # type: ignore[arg-type]  # obstore checks it
-    names = (
-        []
-        if url.scheme == "memory"
-        else [name for name in os.environ if name.startswith(ENVIRONMENT)]
-    )
-    given = tuple([(name, os.environ[name]) for name in sorted(names)])
-    return _kept((url.root, given), lambda: Bucket(url.root, _made(url)))
-
-
-def _kept(key: tuple[object, ...], make: Callable[[], Bucket]) -> Bucket:
+        cache_key: tuple[object, ...] = url.root, id(url.client)
+    elif url.scheme == "memory":
+        cache_key = url.root, ()
+    else:
+        names = sorted(name for name in os.environ if name.startswith(CLIENT_VARIABLES))
+        cache_key = url.root, tuple([(name, os.environ[name]) for name in names])
     with _lock:
-        if key not in _buckets:
-            loop.mark_used()
-            _buckets[key] = make()
-        return _buckets[key]
+        if cache_key not in _buckets:
+            mark_used()
+            client = _create_client(url) if url.client is None else url.client
+            _buckets[cache_key] = Bucket(url.root, client)  # type: ignore[arg-type]  # obstore checks it
+        return _buckets[cache_key]
 
 
-def _made(url: Url) -> ObjectStore:
-    """Make a client for a bucket from the environment."""
+def _create_client(url: Url) -> ObjectStore:
+    """Create a client for the bucket of a URL. Its settings are those of the environment."""
     from obstore import store as stores
 
     if url.scheme == "memory":
         return stores.MemoryStore()
-    # A server that says nothing for a minute has stalled; uploads of large parts over thin lines take their time.
+    # A server that sends nothing for a minute has stalled. Uploads of large parts over slow lines may
+    # take minutes.
     options: ClientConfig = {
         "timeout": timedelta(minutes=10),
         "connect_timeout": timedelta(seconds=10),
         "read_timeout": timedelta(seconds=60),
     }
-    if any(
-        os.environ.get(name, "").startswith("http://") for name in ENDPOINTS.get(url.scheme, ())
-    ):
+    # Whoever sets the URL of a server without TLS wants to use it without TLS.
+    endpoints = [os.environ.get(name, "") for name in ENDPOINT_VARIABLES.get(url.scheme, ())]
+    if any(endpoint.startswith("http://") for endpoint in endpoints):
         options["allow_http"] = True
     retry: RetryConfig = {
-        "max_retries": RETRIES,
-        "retry_timeout": timedelta(seconds=AGAIN_S),
+        "max_retries": MAX_RETRIES,
+        "retry_timeout": timedelta(seconds=MAX_RETRY_S),
         "backoff": {
-            "init_backoff": timedelta(seconds=FIRST_S),
-            "max_backoff": timedelta(seconds=LONGEST_S),
+            "init_backoff": timedelta(seconds=FIRST_PAUSE_S),
+            "max_backoff": timedelta(seconds=MAX_PAUSE_S),
             "base": 2,
         },
     }
@@ -534,12 +695,13 @@ def _made(url: Url) -> ObjectStore:
                 client_options=options,
                 retry_config=retry,
             )
-        if url.scheme == "s3" and not os.environ.get(PLAIN):
-            # The hash is there: the signature of a request needs it. With it in a header, any server compares what arrived.
+        if url.scheme == "s3" and not os.environ.get(CHECKSUM_VARIABLE):
+            # The signature of a request needs this hash anyway. In a header of its own, it lets any
+            # server compare what it received.
             return stores.from_url(
                 url.root, client_options=options, retry_config=retry, checksum_algorithm="SHA256"
             )
         return stores.from_url(url.root, client_options=options, retry_config=retry)
     except Exception as error:
-        message = f"no client for {url.root}: {describe_failure(error)}"
+        message = f"cannot create a client for {url.root}: {describe_failure(error)}"
         raise StoreError(message, file=str(url)) from None

@@ -14,11 +14,11 @@ from holdfast.errors import HoldfastError, NoSuchPath, Replaced, StoreError, Tru
 
 T = TypeVar("T")
 
-FIRST_S = 0.05
-LONGEST_S = 10.0
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 10.0
 """The first pause after a failure, and the longest."""
 
-AGAIN_S = 180.0
+MAX_RETRY_S = 180.0
 """The total time during which a request is repeated."""
 
 STATUS = re.compile(r"status code: (\d{3}[^:<{]*)")
@@ -51,13 +51,13 @@ class ConditionFailed(StoreError):
     """The condition of a put did not hold: the object exists, or has another content by now."""
 
 
-def translate_error(error: BaseException, url: str, doing: str) -> BaseException:
+def translate_error(error: BaseException, url: str, action: str) -> BaseException:
     """Return the error to raise for an error of the client.
 
     Args:
         error: What the client raised. Errors of ours and interrupts are returned as they are.
         url: The URL of the object.
-        doing: What failed, for the message: `reading it`, `listing it`.
+        action: What failed, for the message: `reading it`, `listing it`.
     """
     import obstore.exceptions as client_errors
 
@@ -69,7 +69,7 @@ def translate_error(error: BaseException, url: str, doing: str) -> BaseException
     text = str(error)
     error_type = StoreError
     code = errno.EIO
-    message = f"{doing} failed: {describe_failure(error)}"
+    message = f"{action} failed: {describe_failure(error)}"
     if isinstance(error, FileNotFoundError):
         code = errno.ENOENT
         message = "no such object"
@@ -78,7 +78,7 @@ def translate_error(error: BaseException, url: str, doing: str) -> BaseException
         code = errno.EEXIST
         message = "the object exists already"
     elif isinstance(error, client_errors.PreconditionError | client_errors.NotModifiedError):
-        if doing == "reading it":
+        if action == "reading it":
             error_type = Replaced
             message = "the object was replaced while the checkpoint was open; open it again"
         else:
@@ -89,12 +89,12 @@ def translate_error(error: BaseException, url: str, doing: str) -> BaseException
         error, client_errors.PermissionDeniedError | client_errors.UnauthenticatedError
     ) or DENIED.search(text):
         code = errno.EACCES
-        message = f"{doing}: access denied; check the credentials, and whether they have expired"
+        message = f"{action}: access denied; check the credentials, and whether they have expired"
     elif isinstance(error, client_errors.NotSupportedError):
-        return Unsupported(f"{doing}: the store does not support it", file=url)
+        return Unsupported(f"{action}: the store does not support it", file=url)
     elif isinstance(error, client_errors.UnknownConfigurationKeyError | ValueError):
         code = errno.EINVAL
-        message = f"{doing}: the client rejected its configuration; check the environment"
+        message = f"{action}: the client rejected its configuration; check the environment"
     elif PAST_THE_END.search(text):
         return Truncated("the object ends before the range to read", file=url)
     elif OTHER_RANGE.search(text):
@@ -145,7 +145,7 @@ def is_transient(error: Exception) -> bool:
     return "status code" in text or not CREDENTIALS.search(text)
 
 
-def count_client_retries(error: Exception, doing: str, max_retries: int) -> int:
+def count_client_retries(error: Exception, action: str, max_retries: int) -> int:
     """Return how often obstore has repeated a request by itself.
 
     The message of obstore contains the number for requests. If the body of an answer breaks off,
@@ -158,7 +158,7 @@ def count_client_retries(error: Exception, doing: str, max_retries: int) -> int:
         return int(retries[1])
     is_request = "Error performing" in text
     is_body = "response body" in text and not is_request
-    return max_retries if is_body and doing == "reading it" else 0
+    return max_retries if is_body and action == "reading it" else 0
 
 
 def find_existing(request: Callable[..., T], *arguments: object) -> T | None:
@@ -171,11 +171,11 @@ def find_existing(request: Callable[..., T], *arguments: object) -> T | None:
         return None
 
 
-def pauses(first_s: float = FIRST_S) -> Iterator[float]:
+def iterate_pauses(first_s: float = FIRST_PAUSE_S) -> Iterator[float]:
     """Yield growing pauses in seconds, with jitter: many clients may have failed at the same time."""
     import random  # only for object stores
 
     pause_s = first_s
     while True:
         yield random.uniform(pause_s / 2, pause_s)
-        pause_s = min(2 * pause_s, LONGEST_S)
+        pause_s = min(2 * pause_s, MAX_PAUSE_S)

@@ -54,8 +54,8 @@ class RequestFuture(asyncio.Future[Any]):
         # this one has left already.
         if is_last_call:
             self.has_left = True
-            if self in under_way:
-                del under_way[self]  # noqa: RUF051  # `pop` is a call
+            if self in active_requests:
+                del active_requests[self]  # noqa: RUF051  # `pop` is a call
         return is_cancelled
 
 
@@ -76,7 +76,7 @@ class Events(asyncio.SelectorEventLoop):
         """Return the requests of this loop that are under way."""
         return [
             request
-            for request in list(under_way)
+            for request in list(active_requests)
             if isinstance(request, RequestFuture) and request.get_loop() is self
         ]
 
@@ -97,8 +97,8 @@ class Events(asyncio.SelectorEventLoop):
         if isinstance(answer, RequestFuture):
             # No calls after this line, as in `RequestFuture.cancelled`.
             answer.has_left = True
-            if answer in under_way:
-                del under_way[answer]  # noqa: RUF051
+            if answer in active_requests:
+                del active_requests[answer]  # noqa: RUF051
         return handle
 
 
@@ -108,9 +108,9 @@ def track_request(request: Awaitable[T]) -> Awaitable[T]:
     This is not a coroutine, because a coroutine can be cancelled before it starts.
     """
     if isinstance(request, RequestFuture):
-        under_way[request] = None
+        active_requests[request] = None
         if request.has_left:
-            under_way.pop(request, None)
+            active_requests.pop(request, None)
     return request
 
 
@@ -124,12 +124,12 @@ async def lend_memory(data: bytes | memoryview, *, kept: bool) -> AsyncIterator[
     if kept:
         yield view
         return
-    under_way[id(view)] = None
+    active_requests[id(view)] = None
     try:
         yield view
     finally:
         await poll_until(lambda: is_released(view))
-        del under_way[id(view)]
+        del active_requests[id(view)]
 
 
 def is_released(view: memoryview) -> bool:
@@ -150,10 +150,10 @@ async def poll_until(done: Callable[[], bool]) -> None:
         await asyncio.sleep(0 if poll_count < 20 else 0.001)
 
 
-under_way: dict[object, None] = {}
+active_requests: dict[object, None] = {}
 """Requests, and memory that is lent. Unlike a set, a dict loses an item without a call."""
 
-unfinished: dict[object, Callable[[], Coroutine[Any, Any, object]]] = {}
+unfinished_uploads: dict[object, Callable[[], Coroutine[Any, Any, object]]] = {}
 """For each upload that has started, the function that stops it."""
 
 _lock = make_fork_safe(threading.Lock())
@@ -242,7 +242,7 @@ def _end() -> None:
         with suppress(RuntimeError):  # closed meanwhile
             loop.call_soon_threadsafe(_give_up, loop)
     while (
-        under_way or (_thread is not None and _thread.is_alive())
+        active_requests or (_thread is not None and _thread.is_alive())
     ) and time.monotonic() < deadline:
         with suppress(KeyboardInterrupt):  # it ends already
             time.sleep(0.001)
@@ -264,7 +264,7 @@ _stop_tasks: set[object] = set()
 async def _stop(loop: Events, tasks: set[asyncio.Task[Any]]) -> None:
     if tasks:
         await asyncio.wait(tasks, timeout=LEAVING_S)
-    for drop in list(unfinished.values()):
+    for drop in list(unfinished_uploads.values()):
         await drop()
     await poll_until(lambda: not loop.list_requests())
     loop.stop()
@@ -295,8 +295,8 @@ def _forget_parent() -> None:
     _forked = _forked or _used
     _thread = None
     _loops.clear()
-    under_way.clear()
-    unfinished.clear()
+    active_requests.clear()
+    unfinished_uploads.clear()
 
 
 at_fork(after_in_child=_forget_parent)

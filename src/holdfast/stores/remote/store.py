@@ -36,7 +36,7 @@ from holdfast.errors import (
     Truncated,
 )
 from holdfast.stores.files import is_temporary
-from holdfast.stores.remote.client import Bucket, Got, RemoteObject, bucket_of
+from holdfast.stores.remote.client import Bucket, ObjectContent, RemoteObject, get_bucket
 from holdfast.stores.remote.failures import find_existing
 from holdfast.stores.remote.url import Url
 
@@ -83,7 +83,7 @@ class RemoteStore(Store):
         """
         self.name: str = url
         self.index = index
-        self.bucket: Bucket = bucket_of(url)
+        self.bucket: Bucket = get_bucket(url)
         self._url = url
         self._limits = limits or Limits()
         self._lock = make_fork_safe(threading.Lock())
@@ -107,11 +107,11 @@ class RemoteStore(Store):
     def _open_native(self) -> bool:
         """Read the manifest. Returns False if there is none."""
         answer = find_existing(
-            self.bucket.whole, self._object_key(MANIFEST), self._limits.index_nbytes
+            self.bucket.get_object, self._object_key(MANIFEST), self._limits.index_nbytes
         )
         if answer is None:
             return False
-        self._record_version(MANIFEST, answer.found)
+        self._record_version(MANIFEST, answer.metadata)
         for start in range(0, answer.data.nbytes, WINDOW_NBYTES):
             window = answer.data[start : start + WINDOW_NBYTES]
             self._windows[MANIFEST, start // WINDOW_NBYTES] = window
@@ -123,16 +123,16 @@ class RemoteStore(Store):
         if not key:
             return False
         try:
-            answer = self.bucket.get(key, 0, WINDOW_NBYTES)
+            answer = self.bucket.get_range(key, 0, WINDOW_NBYTES)
         except Truncated:
             # An empty object has no range to read.
-            answer = Got(memoryview(b""), 0, self.bucket.head(key), {})
+            answer = ObjectContent(memoryview(b""), self.bucket.head(key), {})
         except StoreError as error:
             if error.errno != errno.ENOENT:
                 raise
             return False
         self._single = key.rpartition("/")[2]
-        self._record_version(self._single, answer.found)
+        self._record_version(self._single, answer.metadata)
         self._windows[self._single, 0] = answer.data
         return True
 
@@ -184,7 +184,7 @@ class RemoteStore(Store):
             prefix = f"{self._url.key}/" if self._url.key else ""
             # Twice the limit, because the listing also has files that do not count.
             objects: dict[str, RemoteObject] = {}
-            for remote_object in self.bucket.below(prefix, max(self._limits.files, 1) * 2):
+            for remote_object in self.bucket.list_objects(prefix, max(self._limits.files, 1) * 2):
                 if remote_object.key.startswith(prefix):
                     objects[remote_object.key[len(prefix) :]] = remote_object
             keys = sorted(key for key in objects if _is_checkpoint_file(key))
@@ -307,12 +307,12 @@ class RemoteStore(Store):
             raise self._make_truncated(key, start, stop, version[0])
         etag = None if version is None else version[1]
         try:
-            answer = self.bucket.get(self._object_key(key), start, stop, etag=etag)
+            answer = self.bucket.get_range(self._object_key(key), start, stop, etag=etag)
         except StoreError as error:
             raise self._explain_error(key, error, version) from None
-        self._record_version(key, answer.found)
+        self._record_version(key, answer.metadata)
         if answer.data.nbytes != stop - start:
-            raise self._make_truncated(key, start, stop, answer.found.nbytes)
+            raise self._make_truncated(key, start, stop, answer.metadata.nbytes)
         return answer.data
 
     def _has_windows(self, key: str, start: int, stop: int) -> bool:

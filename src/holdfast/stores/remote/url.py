@@ -32,15 +32,15 @@ SUFFIX = re.compile(r"\.[a-z]\w*\Z", re.IGNORECASE)
 PART_NBYTES = 16 << 20
 """The size of one part of an upload. S3 accepts 10,000 parts of at least 5 MiB each."""
 
-UPLOADING = 12
+UPLOAD_PARTS_AT_ONCE = 12
 """Parts of one upload that are sent at the same time."""
 
-COPIED_NBYTES = 5 << 30
+MAX_COPY_NBYTES = 5 << 30
 """S3 copies objects up to this size by itself. Larger objects are downloaded and uploaded."""
 
 SCHEME_ALIASES = {"s3a": "s3", "azure": "az"}
 
-MOST_OBJECTS = 100_000
+MAX_STAMPED_OBJECTS = 100_000
 """The largest number of objects under a place of which everything is listed."""
 
 Stamps = list[tuple[str, int, str]]
@@ -150,7 +150,7 @@ class Url(str):
         prefix = f"{self.key}/" if self.key else ""
         file_names: dict[str, list[str]] = {}
         try:
-            objects = self._bucket.below(prefix, most)
+            objects = self._bucket.list_objects(prefix, most)
         except HoldfastError as error:
             problem(self, str(error))
             return
@@ -162,14 +162,14 @@ class Url(str):
             yield self.below(folder, folder=True) if folder else self, names
 
     def files(self) -> dict[str, int]:
-        _, objects = self._bucket.folders(self.key)
+        _, objects = self._bucket.list_folder(self.key)
         objects.sort(key=lambda remote_object: remote_object.key)
         return {
             remote_object.key.rpartition("/")[2]: remote_object.nbytes for remote_object in objects
         }
 
     def stamps(self) -> Stamps | None:
-        objects = self._bucket.below(f"{self.key}/", MOST_OBJECTS)
+        objects = self._bucket.list_objects(f"{self.key}/", MAX_STAMPED_OBJECTS)
         single_object = find_existing(self._bucket.head, self.key)
         if single_object is not None:
             objects = [item for item in objects if item.key != single_object.key]
@@ -188,9 +188,9 @@ class Url(str):
 
     @property
     def _bucket(self) -> Bucket:
-        from holdfast.stores.remote.client import bucket_of  # imports the client
+        from holdfast.stores.remote.client import get_bucket  # imports the client
 
-        return bucket_of(self)
+        return get_bucket(self)
 
     def _with_text(self, text: str, *, folder: bool = False) -> Self:
         url = type(self)(text)

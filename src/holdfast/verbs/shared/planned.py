@@ -41,7 +41,7 @@ from holdfast.formats.safetensors.directory import SUFFIX
 from holdfast.stores.files import Files, system_files
 from holdfast.stores.paths import is_parsed_url, target_place
 from holdfast.stores.place import is_same_place, place_at
-from holdfast.stores.remote.url import PART_NBYTES, UPLOADING
+from holdfast.stores.remote.url import PART_NBYTES, UPLOAD_PARTS_AT_ONCE
 from holdfast.verbs.open import Openable, checkpoint_mark, opened
 from holdfast.verbs.seals.check import refuse_sealed
 from holdfast.verbs.shared.formats import (
@@ -104,7 +104,11 @@ class Writing(Value, frozen=True, kw_only=True):
         if self.max_memory is None:
             return None
         return max(
-            1, min(UPLOADING, (parse_nbytes(self.max_memory) - BASE_NBYTES) // 2 // PART_NBYTES)
+            1,
+            min(
+                UPLOAD_PARTS_AT_ONCE,
+                (parse_nbytes(self.max_memory) - BASE_NBYTES) // 2 // PART_NBYTES,
+            ),
         )
 
     @property

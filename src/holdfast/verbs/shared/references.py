@@ -23,7 +23,7 @@ from holdfast.formats.dcp.read import DATA_SUFFIX
 from holdfast.formats.index_file import choose_index, read_index
 from holdfast.formats.native.schema import parse_manifest
 from holdfast.formats.safetensors.schema import MANIFEST
-from holdfast.stores.remote.client import RemoteObject, bucket_of
+from holdfast.stores.remote.client import RemoteObject, get_bucket
 from holdfast.stores.remote.failures import find_existing
 from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import Url
@@ -54,7 +54,7 @@ def listed(url: Url) -> dict[str, dict[str, RemoteObject]]:
     """Everything below a prefix: for each name in it the objects below that; under '' those in the prefix itself."""
     start = f"{url.key}/" if url.key else ""
     found: dict[str, dict[str, RemoteObject]] = {}
-    for one in bucket_of(url).below(start, MOST_OBJECTS):
+    for one in get_bucket(url).list_objects(start, MOST_OBJECTS):
         name, _, rest = one.key.removeprefix(start).partition("/")
         found.setdefault(name if rest else "", {})[rest or name] = one
     return found
@@ -111,14 +111,16 @@ class References:
         self._known.pop(folder, None)
         self.notes.pop(folder, None)
         try:
-            got = find_existing(bucket_of(self.parent).whole, below + MANIFEST, LIMITS.index_nbytes)
+            got = find_existing(
+                get_bucket(self.parent).get_object, below + MANIFEST, LIMITS.index_nbytes
+            )
         except (FormatError, LimitExceeded, Unsupported) as error:
             self._known[folder] = None, b""  # longer than any manifest
             self.notes[folder] = error.message
             return
         if got is None:
             return  # it went meanwhile
-        raw, etag = bytes(got.data), got.found.etag
+        raw, etag = bytes(got.data), got.metadata.etag
         try:
             files, _ = named_by(raw)
         except HoldfastError as error:
