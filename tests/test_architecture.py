@@ -36,7 +36,7 @@ ROOM_TOKENS = {
     ".": 5950,
     "cli": 24570,
     "core": 47200,
-    "engine": 39850,
+    "engine": 39100,
     "engine/commit": 8460,
     "engine/targets": 14073,
     "extras": 230,
