@@ -170,12 +170,12 @@ def count_slices(scattered: bool):
     def job(path: Path) -> dict[str, int]:
         import holdfast
         from holdfast.core.protocols import Request
-        from holdfast.engine.boxes import read_cost
+        from holdfast.engine.boxes import estimate_read_cost
 
         with holdfast.open(path) as checkpoint:
             tensor = checkpoint["w"]
             wanted = [tensor[place] for place in places(*tensor.shape, scattered)]
-            reads, read_nbytes, wanted_nbytes = read_cost([Request(t, t.empty()) for t in wanted])
+            reads, read_nbytes, wanted_nbytes = estimate_read_cost([Request(t, t.empty()) for t in wanted])
         return {"reads": reads, "read_nbytes": read_nbytes, "wanted_nbytes": wanted_nbytes}
 
     return job

@@ -597,7 +597,7 @@ def test_a_store_says_what_it_is():
         "LocalStore",
         "MemoryStore",
         "Virtual",
-        "Computed",
+        "ComputedTensors",
         "GpuMemory",
     } <= stores
     wrong = [

@@ -27,7 +27,7 @@ from holdfast.core.sharing import (
 from holdfast.core.table import Table
 from holdfast.core.tensor import AliasView, LazyTensor, Traits
 from holdfast.core.value import replace
-from holdfast.engine.computed import Computed
+from holdfast.engine.computed import ComputedTensors
 from holdfast.engine.files import tabulate
 from holdfast.engine.source import OpenSource
 from holdfast.stores.memory import MemoryStore
@@ -118,7 +118,10 @@ def test_a_storage_is_never_without_a_home():
 
 def test_stores_that_use_the_same_keys_share_nothing():
     original = Made().tensor()
-    made = [Computed().tensor(original, original.dtype, lambda array: array) for _ in range(2)]
+    made = [
+        ComputedTensors().make_tensor(original, original.dtype, lambda array: array)
+        for _ in range(2)
+    ]
     assert made[0].chunks[0].storage.key == made[1].chunks[0].storage.key
     assert identify_view(made[0]) != identify_view(made[1])
     assert tied_names({"a": made[0], "b": made[1]}) == {}

@@ -10,7 +10,7 @@ import torch
 
 import holdfast
 from holdfast.core.table import Table
-from holdfast.engine.computed import Computed
+from holdfast.engine.computed import ComputedTensors
 from holdfast.engine.saves import Memory
 from holdfast.errors import SaveError
 from holdfast.numeric.cast import cast
@@ -39,7 +39,7 @@ def test_stored_as_one_thing_and_is_another_also_of_a_slice(tmp_path):
     holdfast.save({"w": np.arange(6.0).reshape(2, 3) + 2**-9}, tmp_path / "y.safetensors")
     with holdfast.open(tmp_path / "y.safetensors") as checkpoint:
         bfloat16 = holdfast.DTYPES.name("bfloat16")
-        made = Computed().tensor(
+        made = ComputedTensors().make_tensor(
             checkpoint["w"], bfloat16, lambda elements: cast(elements, bfloat16)
         )
         expected = checkpoint["w"].numpy().astype(ml_dtypes.bfloat16)

@@ -1064,7 +1064,9 @@ def test_what_is_replaced_is_freed_behind_the_save(
     monkeypatch.setattr(temporaries, "LARGE_NBYTES", 100)
     later = []
     monkeypatch.setattr(
-        temporaries, "start_thread", lambda run, *, name, daemon: later.append(run) or threading.Thread()
+        temporaries,
+        "start_thread",
+        lambda run, *, name, daemon: later.append(run) or threading.Thread(),
     )
     path, before = tmp_path / "model", (unnamed(), len(os.listdir("/proc/self/fd")))
     for data in (b"1" * 100, b"2" * 99, b"3" * 100):

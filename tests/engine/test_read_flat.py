@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.engine.computed import read_flat
+from holdfast.engine.computed import read_flat_elements
 from holdfast.errors import HoldfastError
 
 RANGES = [(0, 1), (0, 59), (1, 60), (7, 8), (13, 41), (0, 60), (20, 20)]
@@ -28,7 +28,9 @@ def test_parts_are_the_elements_of_the_whole_and_are_counted(path):
             tensor = checkpoint[name]
             whole, before = tensor.numpy().reshape(-1), checkpoint.source.read_nbytes
             for start, stop in RANGES:
-                assert read_flat(tensor, start, stop).tobytes() == whole[start:stop].tobytes()
+                assert (
+                    read_flat_elements(tensor, start, stop).tobytes() == whole[start:stop].tobytes()
+                )
             width = whole.dtype.itemsize
             least = sum(stop - start for start, stop in RANGES) * width
             assert least <= checkpoint.source.read_nbytes - before
@@ -42,7 +44,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
     with holdfast.open(path) as checkpoint:
         os.truncate(path, 4000)
         said = []
-        for read in (lambda w: read_flat(w, 10, 5000), lambda w: w[10:5000].numpy()):
+        for read in (lambda w: read_flat_elements(w, 10, 5000), lambda w: w[10:5000].numpy()):
             with pytest.raises(HoldfastError, match="w") as caught:
                 read(checkpoint["w"])
             said.append((type(caught.value), caught.value.tensor, str(caught.value)))

@@ -17,7 +17,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import FILE_PROFILE
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.arrays import Resident
+from holdfast.engine.arrays import MemoryTensors
 from holdfast.engine.scan import Accumulator, cut_elements, scan
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Corrupted, HoldfastError, StoreError
@@ -132,7 +132,7 @@ def test_every_element_is_shown_once(kinds, block, cut, gap):
         "every other": lambda a: a[::2] if a.ndim else a,
     }
     memory = [
-        Resident().array(views[how](array))
+        MemoryTensors().wrap_array(views[how](array))
         for array, (_, _, how) in zip(arrays.values(), kinds, strict=True)
     ]
     expected = [

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.sampling import examples
 
 from holdfast.core.arrays import matrix_shape
-from holdfast.engine.arrays import Resident
+from holdfast.engine.arrays import MemoryTensors
 from holdfast.numeric.zeros import GROUP_SIZES
 from holdfast.verbs import sparsity as module
 from holdfast.verbs.sparsity import BLOCKS, EXPLAINED, TensorSparsity, find_zeros
@@ -111,7 +111,7 @@ def test_zeros_are_where_counting_finds_them(shape, layout, dtype, uses_small_ti
     with pytest.MonkeyPatch.context() as patch:
         if uses_small_tiles:
             patch.setattr(module, "TILE_COLUMNS", 64)
-        (found,) = find_zeros([Resident().array(array)], threads=2)
+        (found,) = find_zeros([MemoryTensors().wrap_array(array)], threads=2)
     expected = find_zeros_by_definition(array)
     assert [getattr(found, name) for name in expected.__slots__[1:]] == [
         getattr(expected, name) for name in expected.__slots__[1:]

@@ -14,7 +14,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.match import find_overlaps, match_rows
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
-from holdfast.engine.table import lazy_table
+from holdfast.engine.table import make_lazy_table
 from holdfast.stores.memory import MemoryStore
 from tests.sampling import examples
 
@@ -93,7 +93,7 @@ def test_parts_hold_what_numpy_cuts(tensors, data):
             start, nbytes, strides = next(places)
             chunks.append(Chunk(box, Storage("f", start, nbytes, home=store), 0, strides))
         lazies[f"t{number}"] = LazyTensor(f"t{number}", FLOAT, array.shape, tuple(chunks), source)
-    table = lazy_table([*lazies], [*lazies.values()])
+    table = make_lazy_table([*lazies], [*lazies.values()])
     rows = data.draw(st.lists(st.integers(0, len(tensors) - 1), max_size=8))
     wanted = []
     for row in rows:

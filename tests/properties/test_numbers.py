@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.engine import scan
-from holdfast.engine.arrays import Resident
+from holdfast.engine.arrays import MemoryTensors
 from holdfast.numeric import statistics as numbers
 from holdfast.verbs.stats import measure, reading_nbytes
 from tests.sampling import examples
@@ -52,7 +52,7 @@ def expected(array: np.ndarray, bins: int) -> dict[str, object]:
 
 def check(array: np.ndarray, bins: int) -> None:
     seen: list[int] = []
-    tensor = Resident().array(array)
+    tensor = MemoryTensors().wrap_array(array)
     (row,) = measure([tensor], bins=bins, threads=2, progress=seen.append)
     close = ("norm", "mean", "std")
     for name, value in expected(array, bins).items():

@@ -21,7 +21,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import State
 from holdfast.core.tensor import AliasView
 from holdfast.core.value import replace
-from holdfast.engine.arrays import Resident
+from holdfast.engine.arrays import MemoryTensors
 from holdfast.verbs.shared import rejoin as assembled
 from holdfast.verbs.shared.rejoin import Assembled, StoredCopy, rejoin
 from holdfast.verbs.shared.state import tabulate_tree
@@ -227,7 +227,7 @@ def test_a_storage_is_put_together_from_its_copies(data):
     pool = [base[: base.numel() // wide.itemsize * wide.itemsize].clone().view(wide)]
     some = data.draw(st.lists(views(pool), min_size=1, max_size=4))
     stored = np.frombuffer(bytes(pool[0].untyped_storage()), np.uint8)
-    resident, copies, content = Resident(), [], np.zeros(stored.size, np.uint8)
+    resident, copies, content = MemoryTensors(), [], np.zeros(stored.size, np.uint8)
     for view in some:
         first, strides = (
             view.storage_offset() * wide.itemsize,
@@ -237,7 +237,7 @@ def test_a_storage_is_put_together_from_its_copies(data):
             at = first + sum(i * s for i, s in zip(index, strides, strict=True))
             content[at : at + wide.itemsize] = stored[at : at + wide.itemsize]
         note = AliasView(0, stored.size, first * 8, tuple(s * 8 for s in strides))
-        copies.append(StoredCopy.of(resident.array(view.contiguous().numpy()), note))
+        copies.append(StoredCopy.of(resident.wrap_array(view.contiguous().numpy()), note))
     small, assembled.BLOCK_NBYTES = (
         assembled.BLOCK_NBYTES,
         data.draw(st.sampled_from([4 << 20, 32, 16])),
@@ -256,10 +256,10 @@ def test_a_storage_is_put_together_from_its_copies(data):
 
 def noted(**arrays: tuple[np.ndarray, int]) -> State:
     """Copies of one storage of 48 bytes, as a file with notes gives them: each with its first byte."""
-    resident = Resident()
+    resident = MemoryTensors()
     made = {}
     for name, (array, first) in arrays.items():
-        tensor = resident.array(array)
+        tensor = resident.wrap_array(array)
         view = AliasView(7, 48, first * 8, tensor.chunks[0].strides)
         made[name] = replace(tensor, name=name, traits=replace(tensor.traits, alias=view))
     return tabulate_tree(made)

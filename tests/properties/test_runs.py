@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES
-from holdfast.engine.boxes import strided_ranges
+from holdfast.engine.boxes import find_strided_ranges
 from holdfast.engine.coalesce import JoinPolicy, coalesce
 from tests.properties.strategies import bytes_touched, chunks
 from tests.sampling import examples
@@ -21,7 +21,7 @@ def byte_runs(chunk, dtype):
     """Starts and stops, relative to the storage, of the maximal byte ranges that hold a chunk's elements."""
     if chunk.box.count == 0:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    ranges = strided_ranges(chunk, dtype)
+    ranges = find_strided_ranges(chunk, dtype)
     bits = np.sort(ranges.starts(chunk))
     starts, stops = bits // 8, (bits + ranges.extent + 7) // 8
     heads = coalesce(starts, stops, TOUCHING)

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.chunk import is_c_ordered
-from holdfast.engine.arrays import Resident
-from holdfast.engine.table import lazy_table
+from holdfast.engine.arrays import MemoryTensors
+from holdfast.engine.table import make_lazy_table
 from holdfast.formats.recorded import LARGEST_STORAGE_RATIO, share
 from holdfast.torch.tensors.to_lazy import torch_leaf
 from holdfast.verbs.shared.state import tabulate_state
@@ -111,11 +111,11 @@ def by_rows(table):
 
 def by_themselves(state):
     """A lazy tensor of each, made without a table."""
-    leaf = torch_leaf(resident := Resident())
+    leaf = torch_leaf(resident := MemoryTensors())
     return {
-        name: (resident.array(value) if isinstance(value, np.ndarray) else leaf(value, ())).renamed(
-            name
-        )
+        name: (
+            resident.wrap_array(value) if isinstance(value, np.ndarray) else leaf(value, ())
+        ).renamed(name)
         for name, value in state.items()
     }
 
@@ -126,4 +126,4 @@ def test_rows_share_what_lazy_tensors_share(state):
     tensors = by_themselves(state)
     expected = compared(tensors)
     assert by_rows(tabulate_state(state).tensors) == expected
-    assert by_rows(lazy_table([*tensors], [*tensors.values()])) == expected
+    assert by_rows(make_lazy_table([*tensors], [*tensors.values()])) == expected

@@ -11,8 +11,8 @@ import pytest
 from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import ReadProfile
 from holdfast.core.tensor import AliasView
-from holdfast.engine.arrays import Resident
-from holdfast.engine.computed import Computed
+from holdfast.engine.arrays import MemoryTensors
+from holdfast.engine.computed import ComputedTensors
 from holdfast.errors import StoreError, Unsupported
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
@@ -28,7 +28,7 @@ def copied(content: bytes, start: int, out: memoryview) -> None:
 
 
 def row(content: bytes):
-    return Resident().array(np.frombuffer(content, np.uint8))
+    return MemoryTensors().wrap_array(np.frombuffer(content, np.uint8))
 
 
 class TestVirtual(StoreConformance):
@@ -93,9 +93,9 @@ class TestComputed(StoreConformance):
     @pytest.fixture
     def fill(self):
         def make(content):
-            store = Computed()
+            store = ComputedTensors()
             for key, data in content.items():
-                made = store.tensor(
+                made = store.make_tensor(
                     row(bytes(255 - b for b in data)), BYTES, lambda elements: 255 - elements
                 )
                 assert made.chunks[0].storage.key == key
@@ -126,7 +126,7 @@ class TestAssembled(StoreConformance):
 
 def test_a_computed_store_says_what_it_reads(tmp_path):
     (tmp_path / "x").write_bytes(bytes(80))
-    half = Computed().tensor(
+    half = ComputedTensors().make_tensor(
         row(bytes(80)), DTYPES.name("float64"), lambda elements: elements.astype(np.float64)
     )
     store, key = half.source.store, half.chunks[0].storage.key
@@ -146,7 +146,7 @@ def test_the_stamp_of_what_is_computed_is_that_of_its_file(tmp_path):
         save({"w": np.full(80 + value, 1, np.float32)}, tmp_path / "x.safetensors")
         with open(tmp_path / "x.safetensors") as source:
             tensor = source["w"][:80]
-            made = Computed().tensor(
+            made = ComputedTensors().make_tensor(
                 tensor, DTYPES.name("float16"), lambda elements: elements.astype(np.float16)
             )
             stamps.append(tensor_stamp(made))

@@ -18,7 +18,7 @@ from holdfast.core.crc import crc32
 from holdfast.core.digest import Digest, combine_digests
 from holdfast.core.dtype import DTYPES
 from holdfast.core.tensor import LazyTensor, Traits
-from holdfast.engine.blocks import pack
+from holdfast.engine.blocks import pack_elements
 from holdfast.engine.checksums import RangeSums, SweptRange
 from holdfast.engine.digest import compute_crcs, find_recorded_crc
 from holdfast.engine.source import OpenSource
@@ -45,7 +45,9 @@ def plain_crc(tensor: LazyTensor) -> int:
     """The slow, obvious way: read everything, sum the bytes."""
     array = tensor.read()
     return zlib.crc32(
-        pack(array, tensor.dtype) if tensor.dtype.packed else np.ascontiguousarray(array).tobytes()
+        pack_elements(array, tensor.dtype)
+        if tensor.dtype.packed
+        else np.ascontiguousarray(array).tobytes()
     )
 
 
@@ -205,7 +207,7 @@ def test_pairs_of_four_bit_floats_are_four_bit_floats():
     )
     # Read in reverse, the elements must be packed again.
     values = np.array(singles[::-1].read(), ml_dtypes.float4_e2m1fn)
-    assert singles[::-1].digest().crc32 == zlib.crc32(pack(values, singles.dtype))
+    assert singles[::-1].digest().crc32 == zlib.crc32(pack_elements(values, singles.dtype))
 
 
 def test_text_meta_and_empty():

@@ -14,7 +14,7 @@ from holdfast.core.group import joined_ranks
 from holdfast.core.order import sort_naturally
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import clip, escape, format_count, pluralize
-from holdfast.engine.threads import reading_threads
+from holdfast.engine.threads import count_reading_threads
 from holdfast.numeric.compare import ContentDifference
 from holdfast.numeric.dequantize import BLOCK_TYPES, number_shape
 from holdfast.verbs.brief import brief
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
             filter=options.filter,
             tensors_only=options.tensors_only,
         )
-        threads = reading_threads(None, None, ranks.count_local_ranks())
+        threads = count_reading_threads(None, None, ranks.count_local_ranks())
         comparison = Comparison(a, b, exact=options.exact, threads=threads, ranks=ranks)
         with (
             bar("Comparing", comparison.nbytes, quiet=options.quiet or options.json) as progress,

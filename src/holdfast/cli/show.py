@@ -665,14 +665,14 @@ SPARSITY = "name dtype shape size zeros pattern block dead_rows dead_columns"
 
 def _run_sparsity(options: argparse.Namespace) -> int:
     from holdfast.cli.progress import bar
-    from holdfast.engine.computed import numbers_of
+    from holdfast.engine.computed import decode_quantized
     from holdfast.verbs.open import open as open_checkpoint
     from holdfast.verbs.sparsity import find_zeros
     from holdfast.verbs.stats import chosen
 
     with open_checkpoint(options.path, threads=1) as checkpoint:
         tensors = chosen(checkpoint, options.filter)
-        total = sum(tensor.nbytes for tensor in numbers_of(tensors))
+        total = sum(tensor.nbytes for tensor in decode_quantized(tensors))
         with bar("Reading", total, quiet=options.json) as progress:
             found = find_zeros(tensors, progress=progress)
         if options.json:

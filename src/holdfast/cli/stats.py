@@ -97,8 +97,8 @@ def _bins(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     from holdfast.cli.progress import bar
     from holdfast.core.group import joined_ranks
-    from holdfast.engine.computed import undecoded_notes
-    from holdfast.engine.threads import reading_threads
+    from holdfast.engine.computed import describe_undecoded
+    from holdfast.engine.threads import count_reading_threads
     from holdfast.verbs.open import compare_opened
     from holdfast.verbs.open import open as open_checkpoint
     from holdfast.verbs.stats import chosen, measure, reading_nbytes
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
         compare_opened(ranks, checkpoint)
         tensors = chosen(checkpoint, options.filter)
         total = reading_nbytes(tensors, bins=options.bins)
-        workers = reading_threads(None, options.threads, ranks.count_local_ranks())
+        workers = count_reading_threads(None, options.threads, ranks.count_local_ranks())
         with (
             bar("Reading", total, quiet=options.quiet or options.json) as progress,
             ranks.joint_progress(progress) as counted,
@@ -119,11 +119,11 @@ def run(options: argparse.Namespace) -> int:
                 tensors, bins=options.bins, threads=workers, progress=counted, ranks=ranks
             )
         if options.json:
-            print_json(stats_document(checkpoint.path, found, undecoded_notes(tensors)))
+            print_json(stats_document(checkpoint.path, found, describe_undecoded(tensors)))
         else:
             most = None if options.all else LINES
             bars = BARS if guides()[0].startswith("├") else PLAIN_BARS
-            notes = undecoded_notes(tensors)
+            notes = describe_undecoded(tensors)
             print_lines(lines(checkpoint.path, found, most, bars=bars, notes=notes))
     has_nan = any(row.nans for row in found)
     has_infinity = any(row.infinities for row in found)

@@ -23,7 +23,7 @@ from holdfast.core.table import RowKind, separate_outside_rows
 from holdfast.core.tensor import PLAIN_TRAITS, LazyTensor, Traits
 from holdfast.engine.saves import Memory
 from holdfast.engine.source import OpenSource
-from holdfast.engine.table import Tabulated
+from holdfast.engine.table import TensorColumns
 from holdfast.errors import Unsupported
 from holdfast.stores.memory import MemoryStore
 
@@ -69,7 +69,7 @@ class ArrayStorages:
         return [array.__array_interface__["data"][0] for array in self._arrays]
 
 
-def tabulate_arrays(values: list[object]) -> Tabulated:
+def describe_arrays(values: list[object]) -> TensorColumns:
     """The arrays among some that are views of an array, or have memory of their own, of a tensor or of a buffer."""
     arrays = cast("list[np.ndarray]", values)
     rows: Sequence[int] = range(len(arrays))
@@ -139,7 +139,7 @@ def tabulate_arrays(values: list[object]) -> Tabulated:
         numbers = {keys[first]: number for number, first in enumerate(firsts)}
         storage, roots = [*map(numbers.__getitem__, keys)], [roots[first] for first in firsts]
     held = ArrayStorages(roots)
-    return Tabulated(rows, kinds, kind, storage, held, held.addresses, placed)
+    return TensorColumns(rows, kinds, kind, storage, held, held.addresses, placed)
 
 
 def _is_root(array: object) -> bool:
@@ -180,7 +180,7 @@ def _known_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[in
     )
 
 
-class Resident:
+class MemoryTensors:
     """The memory of one state that is being saved. Its tensors keep every buffer alive that they point at, through their source."""
 
     def __init__(self) -> None:
@@ -194,10 +194,10 @@ class Resident:
     def _source(self) -> OpenSource:
         return OpenSource(self.store, mapped=True)
 
-    def places(self) -> dict[str, tuple[int, int]]:
+    def address_ranges(self) -> dict[str, tuple[int, int]]:
         return {storage.key: place for place, storage in self._storages.items() if place[1]}
 
-    def array(self, array: np.ndarray) -> LazyTensor:
+    def wrap_array(self, array: np.ndarray) -> LazyTensor:
         """A numpy array as a lazy tensor over the buffer that owns its memory."""
         if array.dtype.byteorder == ">":
             array = array.astype(array.dtype.newbyteorder("="))
@@ -216,13 +216,13 @@ class Resident:
             array = root = np.ascontiguousarray(array)
         flat = byte_row(root if root.flags.c_contiguous else root.T)
         start = root.__array_interface__["data"][0]
-        storage = self.memory(start, flat.data, owner=root)
+        storage = self.add_storage(start, flat.data, owner=root)
         offset = array.__array_interface__["data"][0] - start
-        return self.strided(
+        return self.make_strided(
             storage, dtype, array.shape, _known_strides(array.shape, array.strides), offset
         )
 
-    def memory(
+    def add_storage(
         self, address: int, content: memoryview, *, owner: object, location: str = "cpu"
     ) -> Storage:
         """The storage for a range of memory; the same one for the same range."""
@@ -234,7 +234,7 @@ class Resident:
             self._storages[address, content.nbytes] = found
         return found
 
-    def strided(
+    def make_strided(
         self,
         storage: Storage,
         dtype: DType,
@@ -249,7 +249,7 @@ class Resident:
         chunk = Chunk(Box.whole(shape), storage, offset * 8, tuple([s * 8 for s in strides]))
         return LazyTensor("", dtype, shape, (chunk,), self._source, traits)
 
-    def parts(
+    def make_chunked(
         self,
         dtype: DType,
         shape: tuple[int, ...],
@@ -258,5 +258,5 @@ class Resident:
     ) -> LazyTensor:
         return LazyTensor("", dtype, shape, chunks, self._source, traits)
 
-    def meta(self, dtype: DType, shape: tuple[int, ...], traits: Traits) -> LazyTensor:
+    def make_meta(self, dtype: DType, shape: tuple[int, ...], traits: Traits) -> LazyTensor:
         return LazyTensor("", dtype, shape, (), self._source, traits)

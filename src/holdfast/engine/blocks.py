@@ -28,8 +28,8 @@ class ContiguousBlock(Value, frozen=True):
         return self.tensor.nbytes
 
 
-def contiguous_blocks(tensor: LazyTensor, block: int, start: int = 0) -> Iterator[ContiguousBlock]:
-    """Cut a tensor into contiguous_blocks of at most `block` bytes, in order. Packed types are not cut inside a byte."""
+def split_into_blocks(tensor: LazyTensor, block: int, start: int = 0) -> Iterator[ContiguousBlock]:
+    """Cut a tensor into split_into_blocks of at most `block` bytes, in order. Packed types are not cut inside a byte."""
     if tensor.size == 0:
         return
     within = bool(tensor.shape) and (tensor.size // tensor.shape[0]) * tensor.dtype.bits % 8 != 0
@@ -39,14 +39,14 @@ def contiguous_blocks(tensor: LazyTensor, block: int, start: int = 0) -> Iterato
     row = tensor.nbytes // tensor.shape[0]
     if row > block:
         for i in range(tensor.shape[0]):
-            yield from contiguous_blocks(tensor[i], block, start + i * row)
+            yield from split_into_blocks(tensor[i], block, start + i * row)
         return
     rows = block // row
     for i in range(0, tensor.shape[0], rows):
         yield ContiguousBlock(tensor[i : i + rows], start + i * row)
 
 
-def contiguous_bytes(tensor: LazyTensor) -> tuple[str, int] | None:
+def find_contiguous_bytes(tensor: LazyTensor) -> tuple[str, int] | None:
     """Where the tensor's C-ordered little-endian bytes lie in one piece of one file: key and first byte; else None."""
     if len(tensor.chunks) != 1 or tensor.traits.conj or tensor.traits.neg or tensor.traits.meta:
         return None
@@ -65,9 +65,9 @@ def contiguous_bytes(tensor: LazyTensor) -> tuple[str, int] | None:
     return chunk.storage.key, chunk.storage.start + chunk.offset // 8
 
 
-def mapped_bytes(tensor: LazyTensor) -> memoryview | None:
+def find_bytes_in_memory(tensor: LazyTensor) -> memoryview | None:
     """The tensor's bytes as memory that is there already, for tensors that live in this process; else None."""
-    place = contiguous_bytes(tensor)
+    place = find_contiguous_bytes(tensor)
     if place is None or not tensor.source.store.read_profile.is_in_memory:
         return None
     memory = tensor.source.store.map(place[0])
@@ -77,10 +77,10 @@ def mapped_bytes(tensor: LazyTensor) -> memoryview | None:
 def read_block(piece: ContiguousBlock) -> memoryview:
     """The bytes of a piece: C order, little-endian, packed types packed."""
     tensor = piece.tensor
-    memory = mapped_bytes(tensor)
+    memory = find_bytes_in_memory(tensor)
     if memory is not None:
         return memory
-    place = contiguous_bytes(tensor)
+    place = find_contiguous_bytes(tensor)
     if place is not None:
         out = np.empty(tensor.nbytes, np.uint8).data
         tensor.source.store.read(place[0], place[1], out)
@@ -88,16 +88,16 @@ def read_block(piece: ContiguousBlock) -> memoryview:
     array = np.empty(tensor.shape, tensor.dtype.numpy)
     tensor.source.read([Request(tensor, array)])
     if tensor.dtype.packed:
-        return memoryview(pack(array, tensor.dtype))
+        return memoryview(pack_elements(array, tensor.dtype))
     return byte_row(array).data
 
 
-def lent_bytes(piece: ContiguousBlock) -> AbstractContextManager[memoryview]:
+def lend_block(piece: ContiguousBlock) -> AbstractContextManager[memoryview]:
     """The bytes of a piece for a while, in memory that its source lends."""
     return piece.tensor.source.lend(piece.tensor)
 
 
-def block_size(tensor: LazyTensor, block: int) -> int:
+def choose_block_nbytes(tensor: LazyTensor, block: int) -> int:
     """Bytes of a piece: what the store would rather have than `block`, where it has a preference. Of a remote store it is
     what one request fetches at the most, and `block` may be what memory allows."""
     store = tensor.source.store
@@ -105,7 +105,7 @@ def block_size(tensor: LazyTensor, block: int) -> int:
     return min(wished, block) if store.read_profile.request_count else wished
 
 
-def pack(array: np.ndarray, dtype: DType) -> bytes:
+def pack_elements(array: np.ndarray, dtype: DType) -> bytes:
     """Pack elements of one byte each to `dtype.bits` bits each, the first in the lowest bits."""
     values = byte_row(array)
     bits = np.unpackbits(values[:, None], axis=1, count=dtype.bits, bitorder="little")

@@ -24,10 +24,11 @@ from holdfast.core.chunk import Chunk, c_strides, is_c_ordered
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request, Store
 from holdfast.core.runtime import address_of, memory_at
+from holdfast.core.tensor import NO_CRC
 from holdfast.core.value import Value
 from holdfast.engine.checksums import StorageChecks, build_damage_error
 from holdfast.engine.coalesce import MEMORY, JoinPolicy, Ranges, join_ranges
-from holdfast.engine.ranges import UNKNOWN, RangeReads, read_ranges
+from holdfast.engine.ranges import RangeReads, read_ranges
 from holdfast.engine.threads import INLINE_NBYTES, run_all
 from holdfast.errors import Corrupted
 
@@ -60,7 +61,7 @@ class StridedRanges(Value, frozen=True, gc=False):
         return starts + self.base
 
 
-def strided_ranges(chunk: Chunk, dtype: DType, tolerance: int = 0) -> StridedRanges:
+def find_strided_ranges(chunk: Chunk, dtype: DType, tolerance: int = 0) -> StridedRanges:
     """Collapse the dimensions that leave gaps of at most `tolerance` bytes. The chunk must not be empty."""
     base, extent = chunk.offset, dtype.bits
     order = sorted(range(chunk.box.rank), key=lambda d: abs(chunk.strides[d]))
@@ -165,7 +166,9 @@ def read_boxes(
     return total_nbytes
 
 
-def read_cost(requests: Sequence[Request], policy: JoinPolicy = MEMORY) -> tuple[int, int, int]:
+def estimate_read_cost(
+    requests: Sequence[Request], policy: JoinPolicy = MEMORY
+) -> tuple[int, int, int]:
     """Return how many reads, and of how many bytes, would fill requests, and how many bytes are wanted. Nothing is read."""
     read_count = read_nbytes = 0
     for pieces in _batches(_cut_requests(requests, policy), policy.block_nbytes):
@@ -235,7 +238,7 @@ def cut(chunk: Chunk, dtype: DType, policy: JoinPolicy) -> Iterator[tuple[Chunk,
     """Cut a chunk until its ranges have at most a block of bytes, and there are at most `MAX_RANGES` of them."""
     if chunk.box.count == 0:
         return
-    ranges = strided_ranges(chunk, dtype, policy.free_gap)
+    ranges = find_strided_ranges(chunk, dtype, policy.free_gap)
     block_bits = policy.block_nbytes * 8
     count = ranges.count(chunk)
     inner = [d for d in range(chunk.box.rank) if d not in ranges.outer and chunk.shape[d] > 1]
@@ -308,7 +311,7 @@ def _piece_ranges(pieces: Sequence[BoxPiece], scratch: Sequence[np.ndarray | Non
         nbytes=nbytes[owners],
         addresses=np.concatenate(addresses),
         # The checksum of a storage is compared when all of its pieces are there: by `StorageChecks`.
-        crcs=np.full(len(owners), UNKNOWN, np.int64),
+        crcs=np.full(len(owners), NO_CRC, np.int64),
         name=name,
         damaged=damaged,
     )

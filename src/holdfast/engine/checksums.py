@@ -25,7 +25,7 @@ from holdfast.core.group import Ranks, exchange
 from holdfast.core.protocols import Request, Store, group_by_source
 from holdfast.core.value import Value, replace
 from holdfast.engine.coalesce import SUMS, JoinedReads, RangePieces, Ranges, join_ranges
-from holdfast.engine.ranges import read_joined, split_reads
+from holdfast.engine.ranges import read_joined, split_into_tasks
 from holdfast.engine.threads import DEFAULT_THREADS, Scratch, run_reads
 from holdfast.errors import (
     Corrupted,
@@ -101,7 +101,7 @@ class RangeSums:
         return [
             partial(self._sum_reads, reads, first, last, scratch=scratch, progress=progress)
             for reads in self.reads()
-            for first, last in split_reads(reads, self._policy.block_nbytes)
+            for first, last in split_into_tasks(reads, self._policy.block_nbytes)
         ]
 
     def _sum_reads(

@@ -28,7 +28,7 @@ from holdfast.core.table import BytesLike, RowKind, StorageMoved, Storages, Tabl
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import pluralize
 from holdfast.core.value import Value, replace
-from holdfast.engine.blocks import contiguous_bytes
+from holdfast.engine.blocks import find_contiguous_bytes
 from holdfast.engine.saves import Data, Memory
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import computing
@@ -42,7 +42,7 @@ Observe = Callable[
 ]  # Sees elements and what was computed of them, on any thread.
 
 
-def read_flat(
+def read_flat_elements(
     tensor: LazyTensor, start: int, stop: int, *, out: np.ndarray | None = None
 ) -> np.ndarray:
     """The elements [start, stop) of a tensor in C order, as a 1-D array; in `out`, where there is one."""
@@ -51,7 +51,7 @@ def read_flat(
     # By one call, of a file on this machine with whole bytes an element.
     whole = source.store.read_profile.is_file and out.dtype.itemsize * 8 == tensor.dtype.bits
     if isinstance(source, OpenSource) and len(out) < tensor.size and whole:
-        place = contiguous_bytes(tensor)
+        place = find_contiguous_bytes(tensor)
         if place is not None:
             # A plan for each megabyte would take half as long as to copy it, with the interpreter's lock.
             with error_context(tensor=tensor.name):
@@ -114,7 +114,7 @@ class Computation(Value, frozen=True, eq=False):
     def read(self, start: int, out: memoryview) -> None:
         width = self.dtype.bits // 8
         first, last = start // width, -(-(start + out.nbytes) // width)
-        elements = read_flat(self.original, first, last)
+        elements = read_flat_elements(self.original, first, last)
         with computing():
             made = np.ascontiguousarray(self.compute(elements), self.dtype.numpy)
             if self.observe is not None:
@@ -126,7 +126,7 @@ class Computation(Value, frozen=True, eq=False):
             out[:] = made.view(np.uint8).data[begin : begin + out.nbytes]
 
 
-class Sourced(Virtual):
+class SourcedStore(Virtual):
     """A virtual store that makes tensors over itself. They keep their source, and it keeps the store; nothing else keeps it."""
 
     _given: ref[OpenSource] | None = None
@@ -141,13 +141,13 @@ class Sourced(Virtual):
         return found
 
 
-class Computed(Sourced):
+class ComputedTensors(SourcedStore):
     """A store of computed tensors, and the source that reads them."""
 
     def __init__(self) -> None:
         super().__init__("<computed>")
 
-    def tensor(
+    def make_tensor(
         self,
         original: LazyTensor,
         dtype: DType,
@@ -184,7 +184,7 @@ ObserveEach = Callable[[Sequence[str], Ints, np.ndarray, np.ndarray], None]
 """Sees the names of several originals, where the elements of each begin in a row, these elements, and what was computed of them."""
 
 
-class Elementwise(Value, frozen=True, eq=False):
+class ElementwiseComputation(Value, frozen=True, eq=False):
     origin: DType
     dtype: DType
     compute: Compute
@@ -198,7 +198,7 @@ class ComputedStorages:
     def __init__(
         self,
         origin: Storages,
-        ways: Sequence[Elementwise],
+        ways: Sequence[ElementwiseComputation],
         way: Sequence[int],
         tensors: Sequence[LazyTensor],
     ) -> None:
@@ -217,7 +217,7 @@ class ComputedStorages:
         self.stores = tuple(
             dict.fromkeys((*origin.stores, *(tensor.source.store for tensor in tensors)))
         )
-        self._computed = Computed()
+        self._computed = ComputedTensors()
         self._rows: dict[int, tuple[LazyTensor, Seen]] = {}
         """Of storages that were asked for by themselves: all elements, and which of them were seen."""
         self._seen = np.zeros(len(self._way), np.bool_)  # Storages of which all elements were seen.
@@ -268,7 +268,7 @@ class ComputedStorages:
         return pieces
 
     def _observe(
-        self, way: Elementwise, numbers: Ints, elements: np.ndarray, made: np.ndarray
+        self, way: ElementwiseComputation, numbers: Ints, elements: np.ndarray, made: np.ndarray
     ) -> None:
         counts = self.nbytes[numbers] // way.dtype.numpy.itemsize
         filled = counts > 0
@@ -311,7 +311,7 @@ class ComputedStorages:
                         way.observe([original.name], np.zeros(1, np.int64), elements, made)
 
                 self._rows[number] = (
-                    self._computed.tensor(
+                    self._computed.make_tensor(
                         original, way.dtype, way.compute, observe=observe, seen=seen
                     ),
                     seen,
@@ -346,15 +346,15 @@ def dequantize(tensor: LazyTensor) -> LazyTensor:
         raise BadArgumentType(
             f"dequantize takes a lazy tensor, not {describe_value(tensor)}", found=tensor
         )
-    return Dequantized().tensor(tensor)
+    return DequantizedTensors().decode(tensor)
 
 
-class Dequantized(Sourced):
+class DequantizedTensors(SourcedStore):
     def __init__(self) -> None:
         super().__init__("<dequantized>")
         self._known: dict[ViewIdentity, LazyTensor] = {}
 
-    def numbers(self, stored: LazyTensor) -> LazyTensor:
+    def decode_if_known(self, stored: LazyTensor) -> LazyTensor:
         """What a tensor stands for; itself if it is in no blocks, or in blocks that cannot be decoded.
 
         Tensors with the same elements get the same numbers, which are stored once.
@@ -364,12 +364,12 @@ class Dequantized(Sourced):
         view = identify_view(stored)
         if view not in self._known:
             try:
-                self._known[view] = self.tensor(stored)
+                self._known[view] = self.decode(stored)
             except Unsupported:
                 self._known[view] = stored
         return replace(self._known[view], name=stored.name)
 
-    def copied(self, stored: LazyTensor) -> LazyTensor:
+    def copy_tensor(self, stored: LazyTensor) -> LazyTensor:
         """The same elements as a tensor of this store, so that it can be joined with decoded ones."""
         entry = VirtualFile(
             stored.nbytes, partial(_copy_elements, stored), stamp=partial(tensor_stamp, stored)
@@ -381,7 +381,7 @@ class Dequantized(Sourced):
         # The flags for conjugated and negated elements are resolved by reading the original.
         return replace(tensor, traits=replace(stored.traits, conj=False, neg=False))
 
-    def tensor(self, stored: LazyTensor) -> LazyTensor:
+    def decode(self, stored: LazyTensor) -> LazyTensor:
         """What a tensor stands for; itself, where it is in no blocks."""
         if stored.traits.blocks is None:
             return stored
@@ -404,16 +404,16 @@ class Dequantized(Sourced):
         )
 
 
-def numbers_of(tensors: Iterable[LazyTensor]) -> list[LazyTensor]:
+def decode_quantized(tensors: Iterable[LazyTensor]) -> list[LazyTensor]:
     """Return what tensors stand for: quantised blocks are decoded when they are read.
 
     Blocks that cannot be decoded stay blocks; their `traits.blocks` tells.
     """
-    decoded = Dequantized()
-    return [decoded.numbers(tensor) for tensor in tensors]
+    decoded = DequantizedTensors()
+    return [decoded.decode_if_known(tensor) for tensor in tensors]
 
 
-def numbers_table(table: Table) -> Table:
+def decode_quantized_table(table: Table) -> Table:
     """Return a table of numbers in place of quantised blocks, whose tensors may be joined with each other.
 
     A joined tensor is read from one store. So if a table has blocks, its other tensors are read
@@ -421,21 +421,21 @@ def numbers_table(table: Table) -> Table:
     """
     if not any(kind.traits.blocks for kind in table.kinds):
         return table
-    decoded = Dequantized()
+    decoded = DequantizedTensors()
     entries: dict[int, dict[str, LazyTensor]] = {}
     for row, name in enumerate(table.names):
         kind = table.row_kind(row)
         if kind.traits.blocks is not None:
-            entries[row] = {name: decoded.numbers(table.lazy_tensor(row))}
+            entries[row] = {name: decoded.decode_if_known(table.lazy_tensor(row))}
         elif not kind.traits.meta and not kind.dtype.packed:
-            entries[row] = {name: decoded.copied(table.lazy_tensor(row))}
+            entries[row] = {name: decoded.copy_tensor(table.lazy_tensor(row))}
     return table.with_entries(range(len(table)), entries)
 
 
-def undecoded_notes(tensors: Iterable[LazyTensor]) -> list[str]:
+def describe_undecoded(tensors: Iterable[LazyTensor]) -> list[str]:
     """Say which tensors have no numbers, because their blocks cannot be decoded."""
     names: dict[str, list[str]] = {}
-    for tensor in numbers_of(tensors):
+    for tensor in decode_quantized(tensors):
         if tensor.traits.blocks is not None:
             names.setdefault(tensor.traits.blocks, []).append(tensor.name)
     notes: list[str] = []
@@ -449,7 +449,7 @@ def _copy_elements(stored: LazyTensor, start: int, out: memoryview) -> None:
     """Fill memory with a range of the bytes of a tensor in C order."""
     width = stored.dtype.bits // 8
     first, last = start // width, -(-(start + out.nbytes) // width)
-    data = byte_row(read_flat(stored, first, last)).data
+    data = byte_row(read_flat_elements(stored, first, last)).data
     skipped = start - first * width
     out[:] = data[skipped : skipped + out.nbytes]
 
@@ -459,7 +459,9 @@ def _decode(stored: LazyTensor, blocks: BlockType, start: int, out: memoryview) 
         raise _unknown(blocks, stored)
     width = 4 * blocks.elements
     first, last = start // width, -(-(start + out.nbytes) // width)
-    raw = read_flat(stored, first * blocks.nbytes, last * blocks.nbytes).reshape(-1, blocks.nbytes)
+    raw = read_flat_elements(stored, first * blocks.nbytes, last * blocks.nbytes).reshape(
+        -1, blocks.nbytes
+    )
     run = max(RUN_ELEMENTS // blocks.elements, 1)
     for at in range(0, last - first, run):
         with np.errstate(all="ignore"):  # a scale may be infinite, or no number

@@ -24,12 +24,12 @@ from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import (
     ContiguousBlock,
-    block_size,
-    contiguous_blocks,
-    contiguous_bytes,
-    lent_bytes,
-    mapped_bytes,
+    choose_block_nbytes,
+    find_bytes_in_memory,
+    find_contiguous_bytes,
+    lend_block,
     read_block,
+    split_into_blocks,
 )
 from holdfast.engine.checksums import Progress, RangeSums, SweptRange
 from holdfast.engine.threads import DEFAULT_THREADS, run_reads
@@ -51,7 +51,7 @@ def find_recorded_crc(tensor: LazyTensor) -> int | None:
         return 0
     if len(tensor.chunks) > 1:
         return _recorded_pieces(tensor)
-    if contiguous_bytes(tensor) is None:
+    if find_contiguous_bytes(tensor) is None:
         return None
     (chunk,) = tensor.chunks
     storage = chunk.storage
@@ -116,8 +116,8 @@ def compute_crcs(
         if not expand:
             with error_context(tensor=tensor.name):
                 tensor.check_expansion()
-        place = contiguous_bytes(tensor)
-        if place is not None and mapped_bytes(tensor) is None:
+        place = find_contiguous_bytes(tensor)
+        if place is not None and find_bytes_in_memory(tensor) is None:
             numbers, ranges = swept.setdefault(tensor.source.store, ([], []))
             numbers.append(i)
             ranges.append(SweptRange(place[0], place[1], tensor.nbytes))
@@ -125,7 +125,7 @@ def compute_crcs(
             parts[i] = BlockCrcs()
             work += [
                 _block_task(piece, tensor.name, parts[i], progress)
-                for piece in contiguous_blocks(tensor, BLOCK_NBYTES)
+                for piece in split_into_blocks(tensor, BLOCK_NBYTES)
             ]
     sweeps = [(numbers, RangeSums(store, ranges)) for store, (numbers, ranges) in swept.items()]
     for _, sweep in sweeps:
@@ -214,7 +214,7 @@ def compute_hashes(
     pieces = (
         (name, piece)
         for name, one in tensors.items()
-        for piece in contiguous_blocks(one, block_size(one, block or HASHED_NBYTES))
+        for piece in split_into_blocks(one, choose_block_nbytes(one, block or HASHED_NBYTES))
     )
     return _hashed(tensors, pieces, threads, whole=True)
 
@@ -225,7 +225,7 @@ def _heads(tensors: Mapping[str, LazyTensor], threads: int | None) -> dict[str, 
     begins = (
         (
             name,
-            takewhile(lambda piece: piece.start < HEAD_NBYTES, contiguous_blocks(one, HEAD_NBYTES)),
+            takewhile(lambda piece: piece.start < HEAD_NBYTES, split_into_blocks(one, HEAD_NBYTES)),
         )
         for name, one in tensors.items()
     )
@@ -249,7 +249,7 @@ def _hashed(
 
     def add(some: Sequence[tuple[str, ContiguousBlock]]) -> None:
         for name, piece in some:
-            with error_context(tensor=name), lent_bytes(piece) as data:
+            with error_context(tensor=name), lend_block(piece) as data:
                 contents[name].add(piece.start, data)
 
     work: list[Callable[[], None]] = []

@@ -16,7 +16,7 @@ from holdfast.core.digest import canonicalize
 from holdfast.core.protocols import Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
-from holdfast.engine.blocks import contiguous_bytes
+from holdfast.engine.blocks import find_contiguous_bytes
 from holdfast.engine.checksums import Progress
 from holdfast.engine.coalesce import SUMS, Ranges
 from holdfast.engine.ranges import read_to_scratch
@@ -53,7 +53,7 @@ def compare_bytes(
     for number, (a, b) in enumerate(pairs):
         if not same[number] or not a.size:
             continue
-        place_a, place_b = contiguous_bytes(a), contiguous_bytes(b)
+        place_a, place_b = find_contiguous_bytes(a), find_contiguous_bytes(b)
         if place_a is None or place_b is None:
             same[number] = False
             continue

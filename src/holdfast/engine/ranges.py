@@ -25,6 +25,7 @@ from holdfast.core.crc import BlockCrcs, crc32, has_crcs
 from holdfast.core.protocols import Store
 from holdfast.core.runtime import address_of, memory_at
 from holdfast.core.table import Column
+from holdfast.core.tensor import NO_CRC
 from holdfast.core.value import Value
 from holdfast.engine.coalesce import RECORDS, JoinedReads, JoinPolicy, Ranges, join_ranges
 from holdfast.engine.threads import INLINE_NBYTES, Scratch, run_reads
@@ -35,9 +36,6 @@ TASK_READS = 2048
 
 FEW_RANGES = 32
 """Joining ranges takes 150 µs however few there are, and reading one of them 2 µs."""
-
-UNKNOWN = -1
-"""In the place of a checksum: there is none to compare."""
 
 
 class RangeReads(Value, frozen=True, eq=False):
@@ -50,7 +48,7 @@ class RangeReads(Value, frozen=True, eq=False):
     nbytes: Column
     addresses: Column
     crcs: Column
-    """The CRC-32 of each range, or `UNKNOWN`."""
+    """The CRC-32 of each range, or `NO_CRC`."""
     name: Callable[[int], str]
     """The tensor of a range, by its number, for messages."""
     damaged: Callable[[int, int], Corrupted]
@@ -90,7 +88,7 @@ def read_ranges(
     tasks = [
         partial(file.run, first, last, policy.block_nbytes)
         for file in file_reads
-        for first, last in split_reads(file.parts, task_nbytes)
+        for first, last in split_into_tasks(file.parts, task_nbytes)
     ]
     has_threads = profile.request_count or total_nbytes >= INLINE_NBYTES
     run_reads(tasks, threads if has_threads else 1, stores=[store])
@@ -105,7 +103,7 @@ def read_to_scratch(
     """Read ranges to fresh memory on this thread, one behind the other. No checksum is compared."""
     out = np.empty(int(ranges.nbytes.sum()), np.uint8)
     addresses = address_of(out) + ranges.nbytes.cumsum() - ranges.nbytes
-    crcs = np.full(len(ranges), UNKNOWN, np.int64)
+    crcs = np.full(len(ranges), NO_CRC, np.int64)
     reads = RangeReads(
         ranges.keys, ranges.files, ranges.starts, ranges.nbytes, addresses, crcs, name, _no_checksum
     )
@@ -130,11 +128,11 @@ def _read_one_by_one(store: Store, reads: RangeReads) -> None:
         except HoldfastError as error:
             with error_context(tensor=reads.name(number)):
                 raise error
-        if crc != UNKNOWN and (found := crc32(out)) != crc:
+        if crc != NO_CRC and (found := crc32(out)) != crc:
             raise reads.damaged(number, found)
 
 
-def split_reads(reads: JoinedReads, nbytes: int) -> Iterator[tuple[int, int]]:
+def split_into_tasks(reads: JoinedReads, nbytes: int) -> Iterator[tuple[int, int]]:
     """Yield the joined reads of one file as tasks of about so many bytes: the first read, and the one behind the last."""
     reach = (reads.stops - reads.starts).cumsum()
     first = before = 0
@@ -185,7 +183,7 @@ class _FileReads:
         is_single = np.diff(heads) == 1
         columns = (
             np.where(is_single, self._addresses[parts], 0),
-            self._crcs[parts] != UNKNOWN,
+            self._crcs[parts] != NO_CRC,
             self.parts.starts[first:last],
             self.parts.stops[first:last],
         )
@@ -225,7 +223,7 @@ class _FileReads:
             self.parts.pieces.stops[span],
             self._crcs[span],
         )
-        has_crc = crcs != UNKNOWN
+        has_crc = crcs != NO_CRC
         if has_crc.any():
             # Whole ranges by one call; only where one is damaged each of them, to say which.
             is_summed = has_crc & self._is_whole[span]

@@ -26,7 +26,7 @@ from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.checksums import Progress, build_damage_error
 from holdfast.engine.coalesce import REMOTE, SUMS, Ranges
-from holdfast.engine.computed import read_flat
+from holdfast.engine.computed import read_flat_elements
 from holdfast.engine.ranges import read_to_scratch
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import DEFAULT_THREADS, computing, run_reads
@@ -88,18 +88,21 @@ def find_first_index(tensor: LazyTensor, block: ElementBlock) -> int:
 def read_elements(tensor: LazyTensor, start: int, stop: int) -> np.ndarray:
     """Elements in C order as a 1-D array of something that numpy can compute with."""
     if tensor.dtype.name == FLOAT4_PAIRS:
-        return view_as_numbers(tensor, read_flat(tensor, start // 2, -(-stop // 2)))[start % 2 :][
-            : stop - start
-        ]
-    return view_as_numbers(tensor, read_flat(tensor, start, stop))
+        return view_as_numbers(tensor, read_flat_elements(tensor, start // 2, -(-stop // 2)))[
+            start % 2 :
+        ][: stop - start]
+    return view_as_numbers(tensor, read_flat_elements(tensor, start, stop))
 
 
 def read_block(tensor: LazyTensor, block: ElementBlock) -> np.ndarray:
     if not isinstance(block, Box):
-        return read_flat(tensor, *block)
+        return read_flat_elements(tensor, *block)
     (top, left), (bottom, right), width = block.start, block.stop, matrix_shape(tensor.shape)[1]
     return np.stack(
-        [read_flat(tensor, row * width + left, row * width + right) for row in range(top, bottom)]
+        [
+            read_flat_elements(tensor, row * width + left, row * width + right)
+            for row in range(top, bottom)
+        ]
     )
 
 

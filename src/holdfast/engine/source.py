@@ -16,9 +16,9 @@ from holdfast.core.placement_rules import PlacementRule
 from holdfast.core.protocols import Content, Request, Store
 from holdfast.core.runtime import address_of
 from holdfast.core.table import Column, ContiguousRows
-from holdfast.core.tensor import FileRange, LazyTensor
+from holdfast.core.tensor import NO_CRC, FileRange, LazyTensor
 from holdfast.engine.coalesce import MEMORY, REMOTE, JoinPolicy
-from holdfast.engine.ranges import UNKNOWN, RangeReads, read_ranges
+from holdfast.engine.ranges import RangeReads, read_ranges
 from holdfast.engine.threads import DEFAULT_THREADS
 from holdfast.errors import Corrupted, Unsupported
 
@@ -132,7 +132,7 @@ class OpenSource:
             return build_damage_error(tensor(number).storages[0], name(number), crc)
 
         if not self.verify:
-            crcs = (UNKNOWN,) * len(crcs)
+            crcs = (NO_CRC,) * len(crcs)
         reads = RangeReads(keys, files, starts, nbytes, addresses, crcs, name, damaged)
         self.read_nbytes += read_ranges(self.store, reads, threads=self.threads, policy=self.policy)
 

@@ -19,7 +19,12 @@ from msgspec import Struct
 from holdfast.core.content_hash import ContentHasher
 from holdfast.core.crc import crc32
 from holdfast.core.value import Value
-from holdfast.engine.blocks import ContiguousBlock, block_size, contiguous_blocks, read_block
+from holdfast.engine.blocks import (
+    ContiguousBlock,
+    choose_block_nbytes,
+    read_block,
+    split_into_blocks,
+)
 from holdfast.engine.saves import (
     HASH_KEY,
     HEAD_KEY,
@@ -182,7 +187,7 @@ def _fetches(remote: Iterable[Data], block: int) -> Iterator[Callable[[], list[m
         if few:
             yield partial(_fetch_few, few)
             few = []
-        for piece in contiguous_blocks(segment.tensor, block_size(segment.tensor, block)):
+        for piece in split_into_blocks(segment.tensor, choose_block_nbytes(segment.tensor, block)):
             yield partial(_fetch, segment, piece)
     if few:
         yield partial(_fetch_few, few)

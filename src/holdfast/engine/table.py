@@ -2,7 +2,7 @@
 
 Contiguous rows are read many together. Every other row is written by its lazy tensor (`Table.rows_read_singly`).
 Two functions make a table to be saved:
-`verbs.shared.state.tabulate_state` of a caller's memory, `lazy_table` of lazy tensors.
+`verbs.shared.state.tabulate_state` of a caller's memory, `make_lazy_table` of lazy tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TOGETHER = (
 )  # Most rows of one segment. Reading them holds the interpreter lock: fewer would be no gain.
 
 
-class Tabulated(Value, frozen=True, eq=False):
+class TensorColumns(Value, frozen=True, eq=False):
     """Tensors of one library that are in one piece, as columns."""
 
     rows: Sequence[int]  # Which of the tensors that were given.
@@ -122,18 +122,18 @@ class StateStorages:
         return self._view(number, kind, name, offset)
 
 
-def value_state(value: object) -> State:
+def make_value_state(value: object) -> State:
     """A state without rows: its tensors, if there are some, are lazy ones that are written one by one."""
     return State(value, NO_TENSORS, NO_LEAVES)
 
 
-def lazy_table(names: Sequence[str], tensors: Sequence[LazyTensor]) -> Table:
+def make_lazy_table(names: Sequence[str], tensors: Sequence[LazyTensor]) -> Table:
     """A table of lazy tensors for a layout; rows that are in one piece in a file have the number of their storage."""
-    return as_written(tabulate(names, tensors))
+    return mark_uncopyable_rows(tabulate(names, tensors))
 
 
-def as_written(table: Table) -> Table:
-    """The rows of an open checkpoint for a layout: as `tabulate_lazy` has them of lazy tensors, none of which is made."""
+def mark_uncopyable_rows(table: Table) -> Table:
+    """The rows of an open checkpoint for a layout: as `describe_lazy_tensors` has them of lazy tensors, none of which is made."""
     storages = table.storages
     if not isinstance(storages, FileStorages):
         return table
@@ -215,26 +215,26 @@ def _numbers_of(tensors: Iterable[LazyTensor], storages: FileStorages) -> list[i
     ]
 
 
-NO_TENSORS = lazy_table((), ())
+NO_TENSORS = make_lazy_table((), ())
 
 
-def tabulate_lazy(tensors: Sequence[LazyTensor]) -> Tabulated:
+def describe_lazy_tensors(tensors: Sequence[LazyTensor]) -> TensorColumns:
     """The lazy tensors that are in one piece in a file, as rows over ranges of files. Left out is what a store computes or has to
     ask for, what shares a storage with a tensor that is left out, and what was a view of another storage before it was saved
     (`Traits.alias`)."""
-    table = lazy_table([tensor.name for tensor in tensors], tensors)
+    table = make_lazy_table([tensor.name for tensor in tensors], tensors)
     rows = [row for row, number in enumerate(table.storage_indices) if number != IRREGULAR]
     kind, storage = (
         [table.kind_indices[row] for row in rows],
         [table.storage_indices[row] for row in rows],
     )
     places = lambda: [0] * len(table.storages.nbytes)  # noqa: E731
-    return Tabulated(
+    return TensorColumns(
         rows, table.kinds, kind, storage, table.storages, places, table.select_offsets(rows)
     )
 
 
-def segment_of(table: Table, row: int, label: str, hashed: Hashing = "") -> Segment | None:
+def plan_segment(table: Table, row: int, label: str, hashed: Hashing = "") -> Segment | None:
     """The bytes of one row where they lie, as a segment; None where there are none."""
     if not table.row_kind(row).nbytes:
         return None
@@ -244,7 +244,7 @@ def segment_of(table: Table, row: int, label: str, hashed: Hashing = "") -> Segm
     return None if isinstance(made, bytes) else made
 
 
-def segments(
+def plan_segments(
     table: Table,
     rows: Sequence[int],
     nbytes: Ints,
@@ -266,10 +266,10 @@ def segments(
         else []
     )
     separate_positions = {*separate}
-    for first, stop in segment_runs(separate, stops):
+    for first, stop in split_into_segments(separate, stops):
         if first in separate_positions:
             name = table.names[rows[first]]
-            one = segment_of(
+            one = plan_segment(
                 table, rows[first], labels[first], hashing.get(name, "") if hashing else ""
             )
             found += () if one is None else (one,)
@@ -288,7 +288,7 @@ def segments(
     return found
 
 
-def segment_runs(separate: Sequence[int], stops: Ints) -> Iterator[tuple[int, int]]:
+def split_into_segments(separate: Sequence[int], stops: Ints) -> Iterator[tuple[int, int]]:
     """Yield ranges of rows that are one segment: each separate row, and between them a few megabytes or `TOGETHER`."""
     first = 0
     for position in [*separate, len(stops)]:

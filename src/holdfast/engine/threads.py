@@ -62,7 +62,7 @@ FEW_THREADS = 4
 """Above this, pieces are larger: every call waits for the interpreter lock, some 0.2 ms for 16 threads."""
 
 
-def cached_nbytes(threads: int, most: int) -> int:
+def choose_cached_nbytes(threads: int, most: int) -> int:
     """Return the bytes to be summed or written at a time: a cache full, or `most` for many threads."""
     return CACHED_NBYTES if threads <= FEW_THREADS else most
 
@@ -264,25 +264,25 @@ BASE_NBYTES = (
 COPIES = 4  # Blocks that one thread may hold: what was read, what is computed from it, what is written, what is checked.
 
 
-class Budget(Value, frozen=True):
+class MemoryBudget(Value, frozen=True):
     """How many threads may work within so much memory, and on blocks of which size.
 
     The block shrinks first, and then there are fewer threads. A budget that not even one smallest block fits into is refused.
     """
 
     threads: int
-    block: int
+    block_nbytes: int
     peak_nbytes: int
 
 
-def budget(
+def plan_memory(
     max_memory: Size,
     threads: int | None = None,
     *,
     smallest: int = SMALLEST_BLOCK_NBYTES,
     requests: int = 0,
     processes: int = 1,
-) -> Budget:
+) -> MemoryBudget:
     """What fits into so many bytes. `smallest` is the block that cannot be cut: all threads get it, or fewer threads do. `requests`
     is how many reads a remote source wants under way at once; its blocks are larger, and it takes half of the memory, since the
     target may be remote as well. `processes` share the machine. Raises `LimitExceeded` where not even that fits, and says what
@@ -307,12 +307,16 @@ def budget(
         if workers > 1:
             message += ", or fewer threads"
         raise LimitExceeded(message, expected=least, found=parse_nbytes(max_memory))
-    return Budget(workers, block, BASE_NBYTES + workers * COPIES * block)
+    return MemoryBudget(workers, block, BASE_NBYTES + workers * COPIES * block)
 
 
-def reading_threads(max_memory: Size | None, threads: int | None = None, processes: int = 1) -> int:
+def count_reading_threads(
+    max_memory: Size | None, threads: int | None = None, processes: int = 1
+) -> int:
     """Threads for a verb that reads in blocks of its own, a few megabytes each: as many as were asked for, or as fit. The machine
     is shared by so many processes."""
     if max_memory is None:
         return threads or default_threads(processes)
-    return budget(max_memory, threads, smallest=LARGEST_BLOCK_NBYTES, processes=processes).threads
+    return plan_memory(
+        max_memory, threads, smallest=LARGEST_BLOCK_NBYTES, processes=processes
+    ).threads

@@ -30,12 +30,12 @@ from holdfast.core.content_hash import ContentHasher, hash_bytes, hash_head
 from holdfast.core.crc import BlockCrcs, crc32
 from holdfast.core.protocols import Request, Store, group_by_source
 from holdfast.engine.blocks import (
-    block_size,
-    contiguous_blocks,
-    lent_bytes,
-    mapped_bytes,
-    pack,
+    choose_block_nbytes,
+    find_bytes_in_memory,
+    lend_block,
+    pack_elements,
     read_block,
+    split_into_blocks,
 )
 from holdfast.engine.checksums import RangeSums
 from holdfast.engine.coalesce import SUMS, Ranges
@@ -52,14 +52,20 @@ from holdfast.engine.saves import (
     check_length,
     get_hash_fields,
 )
-from holdfast.engine.threads import DEFAULT_THREADS, Scratch, cached_nbytes, run_all, run_reads
+from holdfast.engine.threads import (
+    DEFAULT_THREADS,
+    Scratch,
+    choose_cached_nbytes,
+    run_all,
+    run_reads,
+)
 from holdfast.errors import Corrupted, NotCommitted, error_context
 from holdfast.stores.local import read_at
 from holdfast.stores.virtual import Virtual, VirtualFile
 
 BLOCK_NBYTES = 4 << 20
 """The most bytes that a thread reads, sums and writes at a time. A few threads take less, so that a
-block stays in the cache (`cached_nbytes`)."""
+block stays in the cache (`choose_cached_nbytes`)."""
 
 GATHER_NBYTES = 256 << 10
 """A batch of small segments is written when it has this many bytes. A file with fewer is assembled
@@ -262,7 +268,7 @@ def write_range(
         threads = max(threads, request_count)
     if not block:
         # A remote store is asked for large blocks, because each request takes long.
-        block = 2 * BLOCK_NBYTES if request_count else cached_nbytes(threads, BLOCK_NBYTES)
+        block = 2 * BLOCK_NBYTES if request_count else choose_cached_nbytes(threads, BLOCK_NBYTES)
 
     sums = FileSums()
     start, stop = byte_range
@@ -576,8 +582,8 @@ def cut_segment(segment: Data | Memory, block_nbytes: int) -> Iterator[tuple[int
             yield start, partial(_lend_memory, content)
         return
     tensor = segment.tensor
-    for block in contiguous_blocks(tensor, block_size(tensor, block_nbytes)):
-        yield block.start, partial(lent_bytes, block)
+    for block in split_into_blocks(tensor, choose_block_nbytes(tensor, block_nbytes)):
+        yield block.start, partial(lend_block, block)
 
 
 def _lend_memory(content: memoryview) -> AbstractContextManager[memoryview]:
@@ -642,7 +648,7 @@ def read_small_tensors(segments: Iterable[Data]) -> dict[str, memoryview]:
     for label, request in requests.items():
         dtype = request.tensor.dtype
         if dtype.packed:
-            contents[label] = memoryview(pack(request.out, dtype))
+            contents[label] = memoryview(pack_elements(request.out, dtype))
         else:
             contents[label] = byte_row(request.out).data
     return contents
@@ -650,11 +656,11 @@ def read_small_tensors(segments: Iterable[Data]) -> dict[str, memoryview]:
 
 def read_small_tensor(segment: Data) -> memoryview | bytearray:
     """Read the bytes of one tensor, without a copy if they are in memory."""
-    memory = mapped_bytes(segment.tensor)
+    memory = find_bytes_in_memory(segment.tensor)
     if memory is not None:
         return memory
     data = bytearray()
-    for block in contiguous_blocks(segment.tensor, BLOCK_NBYTES):
+    for block in split_into_blocks(segment.tensor, BLOCK_NBYTES):
         data += read_block(block)
     return data
 

@@ -33,7 +33,7 @@ from holdfast.core.tensor import Traits
 from holdfast.core.tree import get_inner_containers, walk
 from holdfast.core.value import Value
 from holdfast.engine.saves import FilePlan, Literal, SavePlan
-from holdfast.engine.table import value_state
+from holdfast.engine.table import make_value_state
 from holdfast.errors import CannotHold
 from holdfast.formats.dcp.flatten import flatten, root_problems
 from holdfast.formats.dcp.index import BESIDE, METADATA, checksum_file
@@ -351,13 +351,15 @@ def lay_out_dcp(state: State, *, max_shard_size: int | None = None, save: str = 
     problems += [f"{name}: torch has no dtype for {dtype}" for name, dtype in lacking]
     described = {name: value.described for name, value in flat.values.items()}
     try:
-        lay_out_torch_zip(value_state(described))  # says what is wrong by the paths of all of them
+        lay_out_torch_zip(
+            make_value_state(described)
+        )  # says what is wrong by the paths of all of them
     except CannotHold as error:
         problems += error.problems
     if problems:
         raise CannotHold("a DCP directory cannot hold this state", list(dict.fromkeys(problems)))
     values = {
-        name: joined(lay_out_torch_zip(value_state(value)).files[0].segments)
+        name: joined(lay_out_torch_zip(make_value_state(value)).files[0].segments)
         for name, value in described.items()
     }
     ties = {row: first for row, first in find_ties(table).items() if kinds[row].nbytes}

@@ -34,8 +34,8 @@ from holdfast.core.protocols import Request, State
 from holdfast.core.runtime import gc_paused
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
-from holdfast.engine.blocks import contiguous_bytes
-from holdfast.engine.boxes import read_cost
+from holdfast.engine.blocks import find_contiguous_bytes
+from holdfast.engine.boxes import estimate_read_cost
 from holdfast.engine.saves import Data, Gathered, SavePlan
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.formats import format_of
@@ -263,12 +263,12 @@ def _suggest_tensors_only(
 
 def _read_cost(tensor: LazyTensor) -> tuple[int, int]:
     """Bytes that reading a tensor takes, and how many of them are not wanted."""
-    place = contiguous_bytes(tensor)
+    place = find_contiguous_bytes(tensor)
     if place is not None:
         return tensor.source.store.count_read_nbytes(place[0], tensor.nbytes), 0
     # Only the target's shape and strides count; one element stands for all of it.
     stand_in = np.broadcast_to(np.empty((), tensor.dtype.numpy), tensor.shape)
-    _, read_nbytes, wanted_nbytes = read_cost([Request(tensor, stand_in)])
+    _, read_nbytes, wanted_nbytes = estimate_read_cost([Request(tensor, stand_in)])
     return read_nbytes, max(read_nbytes - wanted_nbytes, 0)
 
 

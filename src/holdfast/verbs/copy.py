@@ -32,7 +32,7 @@ from holdfast.core.value import replace
 from holdfast.engine.files import UINT8, FileStorages
 from holdfast.engine.saves import FilePlan, LinkedFile, Literal, SavePlan
 from holdfast.engine.source import OpenSource
-from holdfast.engine.table import segments
+from holdfast.engine.table import plan_segments
 from holdfast.errors import CannotHold
 from holdfast.formats import format_of
 from holdfast.formats.dcp.index import is_index
@@ -271,5 +271,7 @@ def _copied(name: str, origin: Source, recorded: Ints | None, *, key: str) -> tu
         storages,
         irregular,
     )
-    file = FilePlan(key, tuple(segments(table, rows, lengths, labels, {}, stops=lengths.cumsum())))
+    file = FilePlan(
+        key, tuple(plan_segments(table, rows, lengths, labels, {}, stops=lengths.cumsum()))
+    )
     return file, int((ranges[:, 1] - ranges[:, 0]).sum())

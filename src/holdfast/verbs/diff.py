@@ -49,11 +49,11 @@ from holdfast.core.text import pluralize
 from holdfast.core.value import Value, replace
 from holdfast.engine.checksums import Progress
 from holdfast.engine.coalesce import Ranges
-from holdfast.engine.computed import Dequantized
+from holdfast.engine.computed import DequantizedTensors
 from holdfast.engine.digest import compute_crcs, find_recorded_crc
 from holdfast.engine.equal import StoreRanges, compare_bytes, compare_ranges
 from holdfast.engine.scan import compare_block, cut_elements
-from holdfast.engine.threads import DEFAULT_THREADS, reading_threads, run_reads
+from holdfast.engine.threads import DEFAULT_THREADS, count_reading_threads, run_reads
 from holdfast.errors import error_context
 from holdfast.formats import format_of
 from holdfast.numeric.compare import ContentDifference, Tally
@@ -418,7 +418,7 @@ def diff(
         sides = ((a, map), (b, None))
         checkpoints = open_alike(ranks, stack, sides, limits=limits)
         chosen = chosen_sides(checkpoints, rename=rename, filter=filter, tensors_only=tensors_only)
-        threads = reading_threads(max_memory, threads, ranks.count_local_ranks())
+        threads = count_reading_threads(max_memory, threads, ranks.count_local_ranks())
         return Comparison(
             *chosen, find_renamed=find_renamed, exact=exact, threads=threads, ranks=ranks
         ).run(counted)
@@ -441,7 +441,7 @@ class Comparison:
         flat = a.flat and b.flat
         a, b = (side if flat else side.made() for side in (a, b))
         self._a, self._b, self._exact, self._threads = a, b, exact, threads
-        self._decoded = Dequantized()
+        self._decoded = DequantizedTensors()
         left, right = a.tensors, b.tensors
         self._changes: dict[str, TensorChange] = {}
         self._pairs: dict[str, Pair] = {}
@@ -573,7 +573,7 @@ class Comparison:
 
     def _numbers(self, pair: Pair) -> Pair:
         """What a pair stands for; itself if it is in no blocks, or in blocks that cannot be decoded."""
-        return self._decoded.numbers(pair[0]), self._decoded.numbers(pair[1])
+        return self._decoded.decode_if_known(pair[0]), self._decoded.decode_if_known(pair[1])
 
     def _are(self, name: str, a: LazyTensor, b: LazyTensor) -> bool:
         return same_view(self._a.tensors.get(name), a) and same_view(self._b.tensors.get(name), b)

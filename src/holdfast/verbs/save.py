@@ -206,7 +206,7 @@ def plan_saving(
         if base is not None or hashes:
             within = writing.budget
             threads, block = (
-                (writing.threads, None) if within is None else (within.threads, within.block)
+                (writing.threads, None) if within is None else (within.threads, within.block_nbytes)
             )
             opened = open_base(base, target, limits=limits, threads=threads, block=block)
             stack.callback(opened.close)

@@ -24,7 +24,7 @@ from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checksums import Progress
 from holdfast.engine.scan import ElementBlock, cut_elements, scan
-from holdfast.engine.threads import reading_threads
+from holdfast.engine.threads import count_reading_threads
 from holdfast.errors import error_context
 from holdfast.numeric.statistics import has_numbers
 from holdfast.numeric.zeros import ZeroCounter, ZeroCounts
@@ -97,7 +97,7 @@ def sparsity(
 
     Tensors without data, and elements that are no numbers, are left out.
     """
-    workers = reading_threads(max_memory, threads)
+    workers = count_reading_threads(max_memory, threads)
     with opened(src, threads=1, limits=limits) as source:
         rows = find_zeros(
             [source[name] for name in filter(make_matcher(pattern), source)],

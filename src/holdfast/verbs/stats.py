@@ -23,9 +23,9 @@ from holdfast.core.patterns import make_matcher
 from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checksums import Progress
-from holdfast.engine.computed import numbers_of, undecoded_notes
+from holdfast.engine.computed import decode_quantized, describe_undecoded
 from holdfast.engine.scan import BLOCK_ELEMENTS, scan
-from holdfast.engine.threads import reading_threads
+from holdfast.engine.threads import count_reading_threads
 from holdfast.errors import NoSuchTensor, error_context
 from holdfast.numeric.statistics import Moments, NumberStats, has_numbers, is_counted_by_pattern
 from holdfast.verbs.nonfinite import describe_nonfinite, element_index
@@ -137,12 +137,12 @@ def stats(
     ranks of a `group` each reads some of the tensors, and all get all numbers. Raises `NoSuchTensor` where no name matches.
     """
     with joined_ranks(group, "measure tensors") as ranks, ranks.joint_progress(progress) as counted:
-        workers = reading_threads(max_memory, threads, ranks.count_local_ranks())
+        workers = count_reading_threads(max_memory, threads, ranks.count_local_ranks())
         with opened(src, threads=1, limits=limits) as source:
             compare_opened(ranks, source)
             tensors = chosen(source, pattern)
             rows = measure(tensors, bins=bins, threads=workers, progress=counted, ranks=ranks)
-            notes = (*source.notes_on_numbers, *undecoded_notes(tensors))
+            notes = (*source.notes_on_numbers, *describe_undecoded(tensors))
             return StatsReport(source.path, source.format, rows, notes)
 
 
@@ -207,7 +207,7 @@ def reading_nbytes(tensors: Iterable[LazyTensor], *, bins: int) -> int:
 
     return sum(
         tensor.nbytes * (1 if once(tensor) else 2)
-        for tensor in numbers_of(tensors)
+        for tensor in decode_quantized(tensors)
         if has_numbers(tensor)
     )
 
@@ -215,7 +215,7 @@ def reading_nbytes(tensors: Iterable[LazyTensor], *, bins: int) -> int:
 def decoded_pairs(tensors: Iterable[LazyTensor]) -> list[tuple[LazyTensor, LazyTensor]]:
     """Return each tensor as it is stored, and the numbers that it stands for."""
     stored = list(tensors)
-    return list(zip(stored, numbers_of(stored), strict=True))
+    return list(zip(stored, decode_quantized(stored), strict=True))
 
 
 def _row(tensor: LazyTensor, label: str, found: Moments, counts: Ints | None) -> TensorStats:

@@ -39,7 +39,7 @@ from holdfast.engine.coalesce import Ranges, find_gaps
 from holdfast.engine.files import StorageUse, StoredRanges, find_store, find_stored_ranges
 from holdfast.engine.source import OpenSource
 from holdfast.engine.table import NO_TENSORS
-from holdfast.engine.threads import reading_threads, run_reads
+from holdfast.engine.threads import count_reading_threads, run_reads
 from holdfast.errors import (
     Corrupted,
     FormatError,
@@ -182,7 +182,7 @@ def verify(
     `progress` is called with the number of bytes that were read since its last call, from any thread.
     """
     with joined_ranks(group, "verify") as ranks, ranks.joint_progress(progress) as counted:
-        workers = reading_threads(max_memory, threads, ranks.count_local_ranks())
+        workers = count_reading_threads(max_memory, threads, ranks.count_local_ranks())
         if map is not None:
             with opened(src, limits=limits) as checkpoint:
                 found: Map | None = find_hook("find_map")(map, checkpoint, is_check=True)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.engine.arrays import Resident
+from holdfast.engine.arrays import MemoryTensors
 from holdfast.errors import NotCommitted
 from holdfast.extras.pruning import masked as prune_loss
 from holdfast.extras.pruning import select as prune_select
@@ -45,7 +45,9 @@ def given_keys(keys: list[int], width: int) -> Magnitudes:
     order = prune_keys.KEY_ORDERS[NARROW[width]]
     floats, bits = order.float_dtype, order.bits_dtype
     signs = np.arange(len(keys), dtype=bits) % bits.type(2) << bits.type(width)
-    return Magnitudes(Resident().array((np.array(keys, bits) | signs).view(floats)), NARROW[width])
+    return Magnitudes(
+        MemoryTensors().wrap_array((np.array(keys, bits) | signs).view(floats)), NARROW[width]
+    )
 
 
 def oracle(sources: list[list[int]], count: int) -> list[np.ndarray]:
@@ -104,7 +106,10 @@ def test_keys_that_change_are_an_error(monkeypatch):
             )
 
     with pytest.raises(NotCommitted, match="changed while"):
-        select([KeySearch([Magnitudes(Resident().array(array), "float16")], 35)], progress=progress)
+        select(
+            [KeySearch([Magnitudes(MemoryTensors().wrap_array(array), "float16")], 35)],
+            progress=progress,
+        )
 
 
 def test_random_keys_do_not_depend_on_where_they_begin(monkeypatch):
@@ -232,7 +237,7 @@ def test_pruning_in_place_is_what_the_mask_says(dtype, content, data):
     )
     name, tensor, start = (
         np.dtype(dtype).name,
-        Resident().array(values),
+        MemoryTensors().wrap_array(values),
         data.draw(st.integers(0, 9)),
     )
     kind = data.draw(st.sampled_from(["threshold", "groups", "random"]))
@@ -240,7 +245,7 @@ def test_pruning_in_place_is_what_the_mask_says(dtype, content, data):
         m = data.draw(st.sampled_from([m for m in (2, 4, 8, 32) if len(values) % m == 0]))
         mask, start = GroupMask(data.draw(st.integers(1, m - 1)), m, name), start * m
     elif kind == "random":
-        keys = RandomKeys(Resident().array(np.zeros(len(values) + start)), 7)
+        keys = RandomKeys(MemoryTensors().wrap_array(np.zeros(len(values) + start)), 7)
         mask = ThresholdMask(
             keys,
             int(np.sort(random_keys(0, keys.count, 7))[keys.count // 2]),
@@ -321,7 +326,7 @@ def test_the_lowest_of_a_random_order_go_however_often_they_are_read(
     monkeypatch.setattr(prune_order, "SORTED_KEYS", most_sorted)
     kept = np.ones(1999, bool)
     kept[np.argsort(random_keys(0, 1999, 11), kind="stable")[:gone]] = False
-    keys = RandomKeys(Resident().array(np.zeros(1999, np.float32)), 11)
+    keys = RandomKeys(MemoryTensors().wrap_array(np.zeros(1999, np.float32)), 11)
     searching = KeySearch([keys], gone)
     select([searching], threads=2)
     mask = ThresholdMask(keys, searching.key, searching.before[0])

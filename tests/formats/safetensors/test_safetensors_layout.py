@@ -29,7 +29,7 @@ from holdfast.core.documents import seal
 from holdfast.core.dtype import DTYPES
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.tensor import AliasView, Composite, Traits
-from holdfast.engine.table import lazy_table
+from holdfast.engine.table import make_lazy_table
 from holdfast.errors import CannotHold, HeaderError, MetadataError
 from holdfast.formats.recorded import share
 from holdfast.formats.safetensors.write import ORDER, lay_out_safetensors
@@ -289,7 +289,7 @@ def test_sharing_needs_one_storage_and_one_source():
     same = np.arange(4)
     empty = {"e": first.raw("float32", (0,)), "f": first.raw("int8", (0,))}
     tensors = {"a": first.array(same), "b": second.array(same), **empty}
-    found = share(lazy_table([*tensors], [*tensors.values()]))
+    found = share(make_lazy_table([*tensors], [*tensors.values()]))
     assert (list(found.rows), found.aliases, list(found.groups)) == ([0, 1, 2, 3], {}, [])
 
 

@@ -25,7 +25,7 @@ from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.core.value import replace
 from holdfast.engine.saves import SavePlan
 from holdfast.engine.source import OpenSource
-from holdfast.engine.table import value_state
+from holdfast.engine.table import make_value_state
 from holdfast.errors import CannotHold
 from holdfast.formats.torch.write import (
     archive_name,
@@ -465,7 +465,7 @@ def test_what_weights_only_refuses_is_noted_and_what_it_loads_is_not():
 
 
 def test_metadata_that_has_no_place_is_noted():
-    (note,) = lay_out_torch_zip(replace(value_state({}), metadata={"author": "me"})).notes
+    (note,) = lay_out_torch_zip(replace(make_value_state({}), metadata={"author": "me"})).notes
     assert "author" in note
 
 

@@ -12,8 +12,8 @@ import holdfast
 from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import ReadProfile, Request
 from holdfast.core.tensor import Traits
-from holdfast.engine.blocks import contiguous_blocks
-from holdfast.engine.table import lazy_table
+from holdfast.engine.blocks import split_into_blocks
+from holdfast.engine.table import make_lazy_table
 from holdfast.errors import Closed, StoreError, Truncated
 from holdfast.torch.cuda import host, memory
 from holdfast.torch.cuda.memory import GpuMemory, GpuSource
@@ -142,7 +142,7 @@ def test_a_tensor_of_many_blocks_streams_through_them(tmp_path, monkeypatch):
     assert (
         max(
             piece.nbytes
-            for piece in contiguous_blocks(state["a"], gpus.store.read_profile.block_nbytes)
+            for piece in split_into_blocks(state["a"], gpus.store.read_profile.block_nbytes)
         )
         <= 32768
     )
@@ -296,7 +296,7 @@ def test_sums_do_not_depend_on_how_a_tensor_lies(monkeypatch, name, block, short
 
     def sums(tensor: torch.Tensor) -> bytes:
         return replica_sums.replica_sums(
-            lazy_table(["t"], [described(source(), tensor)]), threads=1
+            make_lazy_table(["t"], [described(source(), tensor)]), threads=1
         )
 
     tensor = VIEWS[name]
@@ -319,8 +319,8 @@ def test_sums_of_many_are_those_of_each(monkeypatch, short):
     gpus = source()
     lazies = {name: described(gpus, tensor) for name, tensor in VIEWS.items() if tensor.numel()}
     each = {
-        name: decode(replica_sums(lazy_table([name], [lazy]), threads=1))[name]
+        name: decode(replica_sums(make_lazy_table([name], [lazy]), threads=1))[name]
         for name, lazy in lazies.items()
     }
-    assert decode(replica_sums(lazy_table([*lazies], [*lazies.values()]), threads=1)) == each
+    assert decode(replica_sums(make_lazy_table([*lazies], [*lazies.values()]), threads=1)) == each
     assert len({found[0] for found in each.values()}) == len(each)

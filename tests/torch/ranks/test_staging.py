@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from holdfast.engine import source
-from holdfast.engine.arrays import Resident
-from holdfast.engine.table import lazy_table
+from holdfast.engine.arrays import MemoryTensors
+from holdfast.engine.table import make_lazy_table
 from holdfast.torch.cuda import memory, stage
 from holdfast.torch.cuda.host import HostBlock
 from holdfast.torch.ranks import staging
@@ -42,8 +42,10 @@ def test_every_layout(monkeypatch, piece, threads):
         "read",
         lambda self, requests: planned.append(len(requests)) or before(self, requests),
     )
-    convert = torch_leaf(Resident())
-    table = lazy_table([*TENSORS], [convert(tensor, (name,)) for name, tensor in TENSORS.items()])
+    convert = torch_leaf(MemoryTensors())
+    table = make_lazy_table(
+        [*TENSORS], [convert(tensor, (name,)) for name, tensor in TENSORS.items()]
+    )
     staged = staging.stage(table, staging.Versions(), "path", threads=threads)
     assert planned == [5], "what lies in memory as it is wanted is copied without a plan"
     for tensor, copy in zip(TENSORS.values(), staged.table.values(), strict=True):

@@ -23,7 +23,7 @@ from msgspec import field
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.value import Value, replace
-from holdfast.engine.computed import numbers_table
+from holdfast.engine.computed import decode_quantized_table
 from holdfast.errors import BadMap
 from holdfast.extras.maps.bind import Bound
 from holdfast.extras.maps.family import MOST_NBYTES, Family, read_family
@@ -116,7 +116,7 @@ class Map(Value, eq=False):
         """Prove that this map fits a checkpoint, without what comes behind it. Raises `DoesNotFit` with every problem."""
         known = read_config(checkpoint.source, DEFAULTS) if config is None else config
         # A map cuts and joins tensors by their elements, and has nothing to say of bytes in blocks.
-        numbers = numbers_table(checkpoint.stored)
+        numbers = decode_quantized_table(checkpoint.stored)
         return Bound(
             self.family, self.source, self.target, numbers, config=known, given=self.sizes,
             metadata=checkpoint.metadata, prefix=self.prefix, file=checkpoint.path,

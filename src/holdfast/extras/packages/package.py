@@ -32,7 +32,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import iterate_dict_leaves
 from holdfast.core.value import replace
 from holdfast.engine.saves import Data, SavePlan
-from holdfast.engine.table import lazy_table
+from holdfast.engine.table import make_lazy_table
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.extras.packages.pt2.read import Pt2Reader
 from holdfast.extras.packages.pt2.replace import SideRecords, lay_out_replaced, read_side_records
@@ -347,7 +347,7 @@ def share_files(state: State) -> State:
         )
         return replace(tensor, chunks=chunks, source=source)
 
-    return with_table(state, lazy_table(table.names, [*map(moved, tensors)]))
+    return with_table(state, make_lazy_table(table.names, [*map(moved, tensors)]))
 
 
 @validate_arguments

@@ -45,10 +45,10 @@ from holdfast.core.table import RowKind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import list_names
 from holdfast.core.value import replace
-from holdfast.engine.blocks import contiguous_blocks, read_block
+from holdfast.engine.blocks import read_block, split_into_blocks
 from holdfast.engine.digest import compute_crcs, find_recorded_crc
 from holdfast.engine.equal import compare_bytes
-from holdfast.engine.threads import reading_threads
+from holdfast.engine.threads import count_reading_threads
 from holdfast.errors import LimitExceeded, Unsupported
 from holdfast.formats import format_of
 from holdfast.verbs.open import Openable
@@ -204,7 +204,7 @@ def alias_graph(
                 f"aliases are found by 'storage' or by 'content', not by {by!r}", found=by
             )
         rows = ModelRows(models)
-        copies, notes = rows.equal_copies(reading_threads(max_memory, threads), progress)
+        copies, notes = rows.equal_copies(count_reading_threads(max_memory, threads), progress)
         return rows.by_content(copies, notes, tied=True)
 
 
@@ -386,7 +386,7 @@ def _classes(
 
 def _hash(tensor: LazyTensor) -> bytes:
     digest = hashlib.blake2b(digest_size=32)
-    for piece in contiguous_blocks(tensor, BLOCK_NBYTES):
+    for piece in split_into_blocks(tensor, BLOCK_NBYTES):
         digest.update(read_block(piece))
     return digest.digest()
 

@@ -23,7 +23,7 @@ from holdfast.core.arrays import Bools, inner_product
 from holdfast.core.chunk import Storage
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
-from holdfast.engine.computed import Sourced, read_flat
+from holdfast.engine.computed import SourcedStore, read_flat_elements
 from holdfast.engine.files import UINT8
 from holdfast.engine.threads import computing
 from holdfast.extras.pruning import select
@@ -175,7 +175,7 @@ class Content(Value):
         align = self.mask.align
         first, last = start // align * align, min(-(-stop // align) * align, self.tensor.size)
         wanted = slice(start - first, stop - first)
-        values = read_flat(self.tensor, first, last)
+        values = read_flat_elements(self.tensor, first, last)
         with computing():
             kept = self.mask.keep(values, first)[wanted]
             values = values[wanted]
@@ -187,7 +187,7 @@ class Content(Value):
             return values.view(np.uint8)
 
 
-class Masked(Sourced):
+class Masked(SourcedStore):
     """A store of pruned tensors and of masks, and the source that reads them."""
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ from holdfast.core.text import pluralize
 from holdfast.core.value import replace
 from holdfast.engine.saves import SavePlan
 from holdfast.engine.scan import scan
-from holdfast.engine.table import lazy_table
+from holdfast.engine.table import make_lazy_table
 from holdfast.engine.targets.parts import Findings
 from holdfast.errors import CannotHold
 from holdfast.extras.pruning.masked import Loss, Masked, TallyPart, Weighed
@@ -389,4 +389,6 @@ class Pruning:
                     f"{name}.mask", job.tensor, job.mask, tally=tally
                 )
                 notes[name] = {"shape": list(job.tensor.shape), "rule": job.rule.text}
-        return flat_state(lazy_table([*tensors], [*tensors.values()]), {MASKS: json.dumps(notes)})
+        return flat_state(
+            make_lazy_table([*tensors], [*tensors.values()]), {MASKS: json.dumps(notes)}
+        )

@@ -34,7 +34,7 @@ from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import round_significant
 from holdfast.core.value import Value
-from holdfast.engine.computed import numbers_of
+from holdfast.engine.computed import decode_quantized
 from holdfast.errors import BadArgument, HoldfastError
 from holdfast.extras.reports.document import Document, dumps
 from holdfast.extras.reports.measures import (
@@ -143,7 +143,7 @@ class Live:
             return self._measure(tensor, svd=is_set(query, "svd"))
 
     def _tile(self, query: dict[str, list[str]]) -> Document:
-        (tensor,) = numbers_of([self._tensor(query)])
+        (tensor,) = decode_quantized([self._tensor(query)])
         row, column, level = (_whole(query, name) for name in ("row", "col", "level"))
         with self._reading:
             made = tile(tensor, row, column, level=level)

@@ -33,7 +33,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import round_significant
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
-from holdfast.engine.computed import numbers_of
+from holdfast.engine.computed import decode_quantized
 from holdfast.engine.scan import cut_elements, read_elements, scan
 from holdfast.errors import LimitExceeded
 from holdfast.extras.reports.document import Document
@@ -91,7 +91,7 @@ def _different(tensors: Iterable[LazyTensor]) -> dict[LazyTensor, ViewIdentity]:
     """The tensors that are read: each view once; not what has no numbers, or is expanded beyond its limit. These are numbers, also
     where quantised blocks stand for them."""
     seen: dict[ViewIdentity, LazyTensor] = {}
-    for tensor in numbers_of(tensors):
+    for tensor in decode_quantized(tensors):
         if has_numbers(tensor) and tensor.size:
             try:
                 tensor.check_expansion()
@@ -109,7 +109,7 @@ def measure(
 
     `groups` of rows and columns have norms, unless there is a sample. Of several ranks each looks at some.
     """
-    tensors = numbers_of(tensors)
+    tensors = decode_quantized(tensors)
     read = _different(tensors)
     chosen = list(read)
     ranges = [sample_ranges(tensor.size, share) for tensor in chosen]
@@ -261,7 +261,7 @@ def spectral(tensor: LazyTensor, budget: int = BUDGET_NBYTES) -> bool:
 
 
 def spectrum_nbytes(tensor: LazyTensor, budget: int = BUDGET_NBYTES) -> int:
-    (tensor,) = numbers_of([tensor])
+    (tensor,) = decode_quantized([tensor])
     return READINGS * tensor.nbytes if spectral(tensor, budget) else 0
 
 
@@ -269,7 +269,7 @@ def singular_values(
     tensor: LazyTensor, *, budget: int = BUDGET_NBYTES, progress: Progress | None = None
 ) -> tuple[float, ...] | None:
     """The largest singular values, largest first; None of what has none, does not fit, or holds something that is not finite."""
-    (tensor,) = numbers_of([tensor])
+    (tensor,) = decode_quantized([tensor])
     if not spectral(tensor, budget):
         return None
     height, width = plane(tensor)

@@ -32,8 +32,8 @@ from holdfast.core.version import VERSION
 from holdfast.engine.checksums import Progress
 from holdfast.engine.commit.target import not_committed_on_error
 from holdfast.engine.commit.transactions import FileTransaction
-from holdfast.engine.computed import undecoded_notes
-from holdfast.engine.threads import reading_threads
+from holdfast.engine.computed import describe_undecoded
+from holdfast.engine.threads import count_reading_threads
 from holdfast.errors import NoSuchTensor, NotCommitted, UnknownFormat
 from holdfast.extras.reports import change
 from holdfast.extras.reports.document import SCHEMA, Document, dumps
@@ -157,7 +157,7 @@ class ReportRequest(Value):
 
     @property
     def workers(self) -> int:
-        return reading_threads(self.max_memory, self.threads, self.ranks.count_local_ranks())
+        return count_reading_threads(self.max_memory, self.threads, self.ranks.count_local_ranks())
 
     @property
     def budget(self) -> int:
@@ -310,7 +310,7 @@ def _with_numbers(
     text = describe_nonfinite(numbers.nonfinite, numbers.share_text)
     notes = document["notes"]
     assert isinstance(notes, list)
-    document = {**document, "notes": [*notes, *undecoded_notes(tensors)]}
+    document = {**document, "notes": [*notes, *describe_undecoded(tensors)]}
     return Made(_add_numbers(document, numbers, text, [["NaN and Inf", text]]), tensors)
 
 

@@ -41,7 +41,7 @@ from holdfast.engine.saves import (
     Segment,
     check_length,
 )
-from holdfast.engine.table import segment_of, segment_runs
+from holdfast.engine.table import plan_segment, split_into_segments
 from holdfast.errors import Unsupported
 from holdfast.formats.torch.write import (
     NBYTES,
@@ -163,7 +163,7 @@ def lay_out_items(
     alone = (data > SMALL_NBYTES) | (data == 0)
     if single := table.rows_read_singly:
         alone |= np.array([row in single for row in rows], bool)
-    for first, stop in segment_runs(np.flatnonzero(alone).tolist(), np.cumsum(nbytes)):
+    for first, stop in split_into_segments(np.flatnonzero(alone).tolist(), np.cumsum(nbytes)):
         if not alone[first]:
             own = rows[first:stop]
             segments.append(
@@ -185,7 +185,7 @@ def lay_out_items(
 
 def _archive(table: Table, row: int, kind: ArchiveKind) -> tuple[Segment, ...]:
     label = f"{row}"
-    elements = segment_of(table, row, label)
+    elements = plan_segment(table, row, label)
     assert isinstance(elements, Data | Memory)  # it is not empty
 
     def rest(crcs: Mapping[str, int]) -> bytes:

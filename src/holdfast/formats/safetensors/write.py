@@ -38,7 +38,7 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import join_linked_path, walk
 from holdfast.core.value import Value
 from holdfast.engine.saves import BATCH, FilePlan, Hashing, Late, Literal, SavePlan
-from holdfast.engine.table import segments
+from holdfast.engine.table import plan_segments
 from holdfast.errors import CannotHold
 from holdfast.formats.index_file import FILES
 from holdfast.formats.recorded import PAIRS, share, sharing_fields
@@ -139,7 +139,7 @@ def plan_file(
     empty = [labels[at] for at, number in enumerate(kind) if number in hollow] if hollow else []
     head, header_nbytes = _header(listed, labels, metadata, fields=fields, empty=empty)
     plan = FilePlan(
-        key, (*head, *segments(table, order, nbytes, labels, hashed or {}, stops=stops))
+        key, (*head, *plan_segments(table, order, nbytes, labels, hashed or {}, stops=stops))
     )
     return FileLayout(plan, header_nbytes, named, placed, nbytes)
 

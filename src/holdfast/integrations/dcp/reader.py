@@ -33,7 +33,7 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tiling import is_shape_tiled
 from holdfast.core.tree import rebuild
 from holdfast.engine.source import OpenSource
-from holdfast.engine.table import value_state
+from holdfast.engine.table import make_value_state
 from holdfast.errors import (
     BadPath,
     DoesNotFit,
@@ -104,7 +104,7 @@ def open_stored(
 class Tree:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._flat = flatten(value_state(checkpoint.tree))
+        self._flat = flatten(make_value_state(checkpoint.tree))
 
     def metadata(self) -> m.Metadata:
         """Every tensor with its chunks, and every value. The path is added by the `Reader`."""

@@ -32,9 +32,9 @@ from holdfast.core.chunk import c_strides
 from holdfast.core.crc import BlockCrcs, crc32, has_crcs
 from holdfast.core.protocols import Request, Source
 from holdfast.core.runtime import gc_paused
+from holdfast.core.tensor import NO_CRC
 from holdfast.core.value import Value
 from holdfast.engine.boxes import read_boxes
-from holdfast.engine.ranges import UNKNOWN
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import DEFAULT_THREADS
 from holdfast.engine.write import Progress
@@ -345,7 +345,7 @@ class Move:
                 plan.rows.checks.add(
                     odd.storage, plan.starts.item(first) + skip, memory[at : at + nbytes]
                 )
-            elif plan.crcs.item(first) == UNKNOWN:
+            elif plan.crcs.item(first) == NO_CRC:
                 pass
             elif nbytes == plan.nbytes.item(first):
                 self._compare(first, crc32(memory[at : at + nbytes]))
@@ -362,7 +362,7 @@ class Move:
                     memory[begin : begin + plan.nbytes.item(position)],
                 )
         crcs = plan.crcs[first:last]
-        known = np.flatnonzero(crcs != UNKNOWN)
+        known = np.flatnonzero(crcs != NO_CRC)
         begins = at + plan.starts[first:last][known] - plan.starts.item(first)
         ends = (begins + plan.nbytes[first:last][known]).tolist()
         if not has_crcs(memory, begins.tolist(), ends, crcs[known].tolist()):

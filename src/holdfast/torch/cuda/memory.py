@@ -36,7 +36,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.protocols import ReadProfile, Request
 from holdfast.core.runtime import bind_weakly, make_fork_safe
 from holdfast.core.tensor import PLAIN_TRAITS, FileRange, LazyTensor, Traits
-from holdfast.engine.blocks import contiguous_blocks, contiguous_bytes
+from holdfast.engine.blocks import find_contiguous_bytes, split_into_blocks
 from holdfast.engine.saves import Data
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import run_all
@@ -175,7 +175,7 @@ class GpuSource(OpenSource):
             ]
         for request in requests:
             with _in_c_order(request.out) as row:
-                for piece in contiguous_blocks(request.tensor, BLOCK_NBYTES):
+                for piece in split_into_blocks(request.tensor, BLOCK_NBYTES):
                     with self.lend(piece.tensor) as data:
                         np.copyto(
                             row[piece.start : piece.start + piece.nbytes],
@@ -266,7 +266,7 @@ class GpuSource(OpenSource):
                 yield self._byte_row(tensor)
 
     def _byte_row(self, tensor: LazyTensor) -> torch.Tensor:
-        place = contiguous_bytes(tensor)
+        place = find_contiguous_bytes(tensor)
         if place is not None:
             row = self.memory.flat(place[0])
             return row if len(row) == tensor.nbytes else row[place[1] : place[1] + tensor.nbytes]

@@ -29,12 +29,11 @@ from msgspec import Struct, field
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.chunk import Storage
 from holdfast.core.protocols import Request, Source
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
-from holdfast.engine.blocks import contiguous_bytes
+from holdfast.engine.blocks import find_contiguous_bytes
 from holdfast.engine.checksums import StorageChecks, build_damage_error, find_whole_storages
 from holdfast.engine.coalesce import PAGE_LOCKED, Ranges, coalesce
-from holdfast.engine.ranges import UNKNOWN
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Corrupted
 from holdfast.torch.tensors.from_lazy import torch_dtype
@@ -110,7 +109,7 @@ class DeviceRows(Struct, eq=False):
     device: torch.device
     ranges: Ranges
     crcs: Ints
-    """CRC-32 of each range as its file records it, or `UNKNOWN`."""
+    """CRC-32 of each range as its file records it, or `NO_CRC`."""
     destinations: Sequence[Destination]
     name: Callable[[int], str]
     """The name of a row in messages, by its number."""
@@ -154,7 +153,7 @@ def rows_of(
             if isinstance(destination, Conversion) and destination.storage is not None:
                 apart, crc = True, None
             places.append((storage.key, start, nbytes))
-            crcs.append(UNKNOWN if crc is None else crc)
+            crcs.append(NO_CRC if crc is None else crc)
             destinations.append(destination)
             owners.append((storage, one.lazy.name))
         if apart and verify:
@@ -204,7 +203,7 @@ def _pieces(one: Fill, most: int) -> Iterator[Piece | ScratchPiece]:
 
 
 def _in_c_order(lazy: LazyTensor, target: torch.Tensor) -> bool:
-    if lazy.dtype.packed or contiguous_bytes(lazy) is None:
+    if lazy.dtype.packed or find_contiguous_bytes(lazy) is None:
         return False
     return target.is_contiguous() and not (target.is_conj() or target.is_neg())
 
@@ -224,7 +223,7 @@ def _flat(
 def _boxes(one: Fill, most: int) -> Iterator[Piece | ScratchPiece]:
     for part in parts_of(one, most):
         lazy = part.lazy
-        place = None if lazy.dtype.packed else contiguous_bytes(lazy)
+        place = None if lazy.dtype.packed else find_contiguous_bytes(lazy)
         if place is None:
             yield part
         else:

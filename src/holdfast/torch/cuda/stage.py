@@ -19,7 +19,7 @@ import torch
 from holdfast.core.arrays import Ints
 from holdfast.core.runtime import at_fork
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.blocks import ContiguousBlock, contiguous_blocks
+from holdfast.engine.blocks import ContiguousBlock, split_into_blocks
 from holdfast.engine.threads import DEFAULT_THREADS, run_all
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock, available_nbytes
 from holdfast.torch.cuda.memory import GpuSource, gather
@@ -98,7 +98,7 @@ class Copies:
                 flat = self._room.array[place:end]
                 work += [
                     _block_task(source, piece, flat)
-                    for piece in contiguous_blocks(tensor, BLOCK_NBYTES)
+                    for piece in split_into_blocks(tensor, BLOCK_NBYTES)
                 ]
         self._marks += source.copy_later(direct, self._room.tensor)
         if work:

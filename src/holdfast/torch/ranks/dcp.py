@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import metadata as m
 
 from holdfast.core.tree import get_keys_and_values, walk
 from holdfast.engine.stream import write_stream
-from holdfast.engine.table import value_state
+from holdfast.engine.table import make_value_state
 from holdfast.formats.dcp.flatten import FlatState, FlatValue
 from holdfast.formats.pickle.writer import ENDS_IN_NUL, ends_in_nul
 from holdfast.formats.torch.write import lay_out_torch_zip
@@ -67,7 +67,9 @@ def archive(value: FlatValue) -> bytes:
         for _, one in walk(value.raw, get_keys_and_values)
     )
     plan = (
-        lay_out_torch_zip(value_state(value.described)) if opened else plan_object(value.raw, None)
+        lay_out_torch_zip(make_value_state(value.described))
+        if opened
+        else plan_object(value.raw, None)
     )
     out = io.BytesIO()
     write_stream(plan.files[0], out)

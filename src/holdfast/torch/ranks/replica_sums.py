@@ -20,7 +20,7 @@ from holdfast.core.crc import crc32_each
 from holdfast.core.documents import write_document
 from holdfast.core.table import IRREGULAR, Table
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.blocks import contiguous_blocks
+from holdfast.engine.blocks import split_into_blocks
 from holdfast.engine.digest import compute_crcs
 from holdfast.ranks.merge import SUMS
 from holdfast.torch.cuda.host import BLOCK_NBYTES
@@ -105,7 +105,7 @@ def _on_gpu(tensor: LazyTensor, source: GpuSource) -> torch.Tensor:
         [
             byte_sums(byte_rows)
             for byte_rows in source.byte_rows(
-                [piece.tensor for piece in contiguous_blocks(tensor, BLOCK_NBYTES)]
+                [piece.tensor for piece in split_into_blocks(tensor, BLOCK_NBYTES)]
             )
         ]
     )

@@ -26,11 +26,11 @@ from holdfast.core.table import IRREGULAR, RowKind, Storages, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import get_mapping_children, join_linked_path, walk
 from holdfast.core.value import Value, replace
-from holdfast.engine.arrays import Resident
-from holdfast.engine.blocks import mapped_bytes
+from holdfast.engine.arrays import MemoryTensors
+from holdfast.engine.blocks import find_bytes_in_memory
 from holdfast.engine.saves import SMALL_NBYTES, Memory
 from holdfast.engine.source import OpenSource
-from holdfast.engine.table import segment_runs
+from holdfast.engine.table import split_into_segments
 from holdfast.engine.threads import run_all
 from holdfast.errors import NotCommitted
 from holdfast.torch.cuda.host import HostBlock
@@ -230,7 +230,7 @@ def _copy_storages(
         return run
 
     long = (lengths > SMALL_NBYTES).nonzero()[0].tolist()
-    run_all([task(*edge) for edge in segment_runs(long, lengths.cumsum())], threads)
+    run_all([task(*edge) for edge in split_into_segments(long, lengths.cumsum())], threads)
 
 
 class RoomStorages:
@@ -242,7 +242,7 @@ class RoomStorages:
         self._room, self._starts, self.nbytes = room, starts, nbytes
         self.read_nbytes = nbytes
         self._memory = room.array.data
-        self._resident = Resident()
+        self._resident = MemoryTensors()
 
     def read(self, numbers: Sequence[int]) -> list[memoryview]:
         """The bytes of the storages of these numbers."""
@@ -268,11 +268,11 @@ class RoomStorages:
 
     def lazy_tensor(self, number: int, kind: RowKind, name: str, offset: int) -> LazyTensor:
         (piece,) = self.read([number])
-        storage = self._resident.memory(
+        storage = self._resident.add_storage(
             self._room.address + int(self._starts[number]), piece, owner=self._room
         )
         strides = tuple([stride // 8 for stride in kind.strides])
-        return self._resident.strided(
+        return self._resident.make_strided(
             storage, kind.dtype, kind.shape, strides, offset // 8, kind.traits
         ).renamed(name)
 
@@ -285,7 +285,7 @@ def _stage_pieces(
     *,
     threads: int,
 ) -> list[LazyTensor]:
-    resident = Resident()
+    resident = MemoryTensors()
     gpus: dict[GpuSource, list[tuple[LazyTensor, int]]] = {}
     requests: list[Request] = []
     for tensor, place in zip(tensors, places, strict=True):
@@ -321,7 +321,7 @@ def _copied(requests: Sequence[Request], threads: int) -> list[Request]:
     pairs: list[tuple[np.ndarray, np.ndarray]] = []
     others: list[Request] = []
     for request in requests:
-        memory = mapped_bytes(request.tensor)
+        memory = find_bytes_in_memory(request.tensor)
         if memory is None:
             others.append(request)
             continue
@@ -353,12 +353,16 @@ def _is_copied(tensor: LazyTensor) -> bool:
     return bool(tensor.nbytes) and not tensor.dtype.packed
 
 
-def _moved(tensor: LazyTensor, place: int, *, resident: Resident, room: HostBlock) -> LazyTensor:
-    memory = resident.memory(
+def _moved(
+    tensor: LazyTensor, place: int, *, resident: MemoryTensors, room: HostBlock
+) -> LazyTensor:
+    memory = resident.add_storage(
         room.address + place, room.array.data[place : place + tensor.nbytes], owner=room
     )
     strides = c_strides(tensor.shape, tensor.dtype.numpy.itemsize)
-    return resident.strided(memory, tensor.dtype, tensor.shape, strides, 0).renamed(tensor.name)
+    return resident.make_strided(memory, tensor.dtype, tensor.shape, strides, 0).renamed(
+        tensor.name
+    )
 
 
 Piece = tuple[object, ...]

@@ -41,7 +41,7 @@ from holdfast.core.tree import (
     unroll,
 )
 from holdfast.core.value import Value
-from holdfast.engine.arrays import Resident
+from holdfast.engine.arrays import MemoryTensors
 from holdfast.formats.dcp.lazy import Unread
 from holdfast.ranks.per_rank import marked, rank_key, size_in
 from holdfast.torch.modules.match import (
@@ -349,7 +349,7 @@ class Matching:
             return None
         self._names.take(name, offer)
         if isinstance(offer, np.ndarray) and DTYPES.numpy(offer.dtype) is not None:
-            offer = Resident().array(offer)  # pickled as a value, as DCP does with it
+            offer = MemoryTensors().wrap_array(offer)  # pickled as a value, as DCP does with it
         if isinstance(offer, Composite):
             return "sparse and quantised tensors are not loaded in place; use load_into"
         if not isinstance(offer, LazyTensor):

@@ -23,10 +23,11 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
 from holdfast.core.runtime import memory_at
+from holdfast.core.tensor import NO_CRC
 from holdfast.core.value import Value, replace
 from holdfast.engine.checksums import build_damage_error
 from holdfast.engine.coalesce import Ranges
-from holdfast.engine.ranges import UNKNOWN, RangeReads, read_ranges
+from holdfast.engine.ranges import RangeReads, read_ranges
 from holdfast.engine.threads import DEFAULT_THREADS
 from holdfast.errors import (
     Corrupted,
@@ -196,7 +197,7 @@ class OnGpu:
 
 
 def list_crcs(extents: Iterable[StorageRange]) -> list[int]:
-    return [UNKNOWN if extent.crc32 is None else extent.crc32 for extent in extents]
+    return [NO_CRC if extent.crc32 is None else extent.crc32 for extent in extents]
 
 
 class LazyStorages(Storages[TypedStorage]):
@@ -303,7 +304,7 @@ class LazyStorages(Storages[TypedStorage]):
             [extent.start for extent in extents],
             [extent.nbytes for extent in extents],
             addresses,
-            list_crcs(extents) if self._verify else (UNKNOWN,) * len(reads),
+            list_crcs(extents) if self._verify else (NO_CRC,) * len(reads),
             lambda number: extents[number].label,
             damaged,
         )

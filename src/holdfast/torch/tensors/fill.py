@@ -22,12 +22,12 @@ from holdfast.core.arrays import Ints
 from holdfast.core.chunk import has_overlapping_elements
 from holdfast.core.protocols import Request, Source, group_by_source
 from holdfast.core.table import IRREGULAR, Table
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.checksums import StorageChecks, build_damage_error, find_whole_storages
 from holdfast.engine.coalesce import RECORDS, Ranges
 from holdfast.engine.files import NO_FILES, FileStorages
-from holdfast.engine.ranges import UNKNOWN, RangeReads, read_ranges
+from holdfast.engine.ranges import RangeReads, read_ranges
 from holdfast.engine.source import OpenSource
 from holdfast.errors import BadTarget, Corrupted
 from holdfast.torch.cuda.load import load_fills
@@ -166,7 +166,7 @@ def row_ranges(
             keys, storages.file_indices[chosen], storages.starts[chosen], storages.nbytes[chosen]
         )
         verify = isinstance(source, OpenSource) and source.verify
-        crcs = storages.crcs[chosen] if verify else np.full(len(own), UNKNOWN, np.int64)
+        crcs = storages.crcs[chosen] if verify else np.full(len(own), NO_CRC, np.int64)
         names, targets = [table.names[row] for row in own], [destinations[at] for at in members]
         made = DeviceRows(
             source, device, ranges, crcs, targets, names.__getitem__, partial(_damaged, table, own)

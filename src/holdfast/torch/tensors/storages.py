@@ -21,7 +21,7 @@ from holdfast.core.table import RowKind, StorageMoved, separate_outside_rows
 from holdfast.core.tensor import PLAIN_TRAITS, Traits
 from holdfast.core.value import replace
 from holdfast.engine.saves import Data, Memory
-from holdfast.engine.table import Tabulated
+from holdfast.engine.table import TensorColumns
 from holdfast.torch.cuda.memory import GpuStorages
 
 TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -129,7 +129,7 @@ class TensorStorages:
         )
 
 
-def tabulate_tensors(values: list[object]) -> Tabulated:
+def tabulate_tensors(values: list[object]) -> TensorColumns:
     """Tabulate the plain tensors among `values`, whose classes are `TYPES`.
 
     Tensors over one place in memory have one storage. While a mode sees all operations on tensors, none of them is plain.
@@ -189,7 +189,7 @@ def tabulate_tensors(values: list[object]) -> Tabulated:
     offsets = {at: kinds[kind[at]].dtype.bits * offset for at, offset in element_offsets.items()}
     separate_outside_rows(kinds, kind, offsets)
     bytes_of = _hold_storages(tensors, kinds, kind, storage=storage, storages=storages)
-    return Tabulated(rows, kinds, kind, storage, bytes_of, bytes_of.addresses, offsets)
+    return TensorColumns(rows, kinds, kind, storage, bytes_of, bytes_of.addresses, offsets)
 
 
 def _hold_storages(

@@ -16,7 +16,7 @@ from holdfast.core.runtime import memory_at
 from holdfast.core.tensor import PLAIN_TRAITS, Composite, LazyTensor, Traits
 from holdfast.core.tree import Path, join_path
 from holdfast.core.value import replace
-from holdfast.engine.arrays import Resident
+from holdfast.engine.arrays import MemoryTensors
 from holdfast.errors import Unsupported
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.ranks.shards import is_sharded, shards_of
@@ -24,11 +24,11 @@ from holdfast.torch.tensors.composites import KINDS, Elements, kind_of
 from holdfast.torch.tensors.from_lazy import view_dtype
 from holdfast.torch.tensors.storages import TYPES, has_memory
 
-Memories = tuple[Resident, Callable[[], GpuSource]]
+Memories = tuple[MemoryTensors, Callable[[], GpuSource]]
 """The memory of a state that is being saved: that of this process, and that of GPUs, made at the first tensor on one."""
 
 
-def torch_leaf(resident: Resident) -> Callable[[object, Path], object]:
+def torch_leaf(resident: MemoryTensors) -> Callable[[object, Path], object]:
     """A function that turns torch's tensors, sizes, dtypes and devices into ours, and gives everything else back."""
     memories = resident, cache(GpuSource)
 
@@ -87,7 +87,9 @@ def _tensor(tensor: torch.Tensor, memories: Memories) -> LazyTensor | Composite:
             f"a {type(tensor).__name__} is no plain tensor; take its parts apart or make it dense first"
         )
     if plain.is_meta:
-        return resident.meta(_dtype(plain.dtype), tuple(plain.shape), replace(traits, meta=True))
+        return resident.make_meta(
+            _dtype(plain.dtype), tuple(plain.shape), replace(traits, meta=True)
+        )
     if not has_memory(plain):
         raise Unsupported(
             "a tensor without memory of its own, such as a ZeroTensor or one inside of torch.func, "
@@ -103,12 +105,12 @@ def _tensor(tensor: torch.Tensor, memories: Memories) -> LazyTensor | Composite:
         plain = plain.detach().cpu()
     storage = plain.untyped_storage()
     # The storage's own memory; `owner` holds it as long as anything points at it.
-    place = resident.memory(
+    place = resident.add_storage(
         storage.data_ptr(), storage_memory(storage), owner=storage, location=location
     )
     width = plain.element_size()
     strides = tuple(s * width for s in plain.stride())
-    return resident.strided(
+    return resident.make_strided(
         place,
         _dtype(plain.dtype),
         tuple(plain.shape),
@@ -138,7 +140,7 @@ def _sharded(tensor: torch.Tensor, memories: Memories, *, name: str) -> LazyTens
     resident, gpus = memories
     if chunks and on_gpus:
         return LazyTensor("", dtype, shards.shape, tuple(chunks), gpus(), traits)
-    return resident.parts(dtype, shards.shape, tuple(chunks), traits)
+    return resident.make_chunked(dtype, shards.shape, tuple(chunks), traits)
 
 
 def _composite(tensor: torch.Tensor, kind: str, memories: Memories, *, traits: Traits) -> Composite:

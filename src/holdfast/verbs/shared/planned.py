@@ -34,7 +34,13 @@ from holdfast.engine.commit.temporaries import wait_for_room
 from holdfast.engine.saves import LinkedFile, SavePlan, remove_hashes
 from holdfast.engine.targets.parts import Findings, PlanSave
 from holdfast.engine.targets.target import Saving, Target, join_target, target_of
-from holdfast.engine.threads import BASE_NBYTES, Budget, budget, default_threads, reading_threads
+from holdfast.engine.threads import (
+    BASE_NBYTES,
+    MemoryBudget,
+    count_reading_threads,
+    default_threads,
+    plan_memory,
+)
 from holdfast.errors import CannotHold, NotCommitted, StoreError, Unsupported
 from holdfast.formats import format_of, written_formats
 from holdfast.formats.safetensors.directory import SUFFIX
@@ -91,10 +97,10 @@ class Writing(Value, frozen=True, kw_only=True):
     """How many ranks share this machine."""
 
     @property
-    def budget(self) -> Budget | None:
+    def budget(self) -> MemoryBudget | None:
         if self.max_memory is None:
             return None
-        return budget(
+        return plan_memory(
             self.max_memory, self.threads, requests=self.requests, processes=self.processes
         )
 
@@ -114,7 +120,7 @@ class Writing(Value, frozen=True, kw_only=True):
     @property
     def reading_threads(self) -> int:
         """How many threads may read before anything is written, in blocks that are not of our choice."""
-        return reading_threads(self.max_memory, self.threads, self.processes)
+        return count_reading_threads(self.max_memory, self.threads, self.processes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -569,7 +575,7 @@ def write_plan(
     """
     threads, block, parts = writing.threads, None, None
     if (within := writing.budget if writing.max_memory is not None else None) is not None:
-        threads, block = within.threads, within.block
+        threads, block = within.threads, within.block_nbytes
         parts = writing.parts if is_parsed_url(path) else None
     if threads is None and writing.processes > 1:
         threads = default_threads(writing.processes)

@@ -31,7 +31,7 @@ from holdfast.core.protocols import Request, Stamp, State
 from holdfast.core.sharing import find_overlaps, find_shared_rows
 from holdfast.core.tensor import AliasView, LazyTensor
 from holdfast.core.value import Value, replace
-from holdfast.engine.computed import Sourced
+from holdfast.engine.computed import SourcedStore
 from holdfast.errors import Unsupported
 from holdfast.stores.virtual import VirtualFile, tensor_stamp
 from holdfast.verbs.shared.state import with_irregular, with_table
@@ -73,7 +73,7 @@ PlacedBox = tuple[tuple[slice, ...], int]
 """A box of a copy, and the byte of the storage where its first element lies."""
 
 
-class Assembled(Sourced):
+class Assembled(SourcedStore):
     """A store of storages that are put together, and the source that reads them."""
 
     def __init__(self) -> None:

@@ -42,9 +42,15 @@ from holdfast.core.tree import (
     replace_children,
 )
 from holdfast.core.value import Value, replace
-from holdfast.engine.arrays import ARRAY_TYPES, Resident, tabulate_arrays
+from holdfast.engine.arrays import ARRAY_TYPES, MemoryTensors, describe_arrays
 from holdfast.engine.files import FileStorages
-from holdfast.engine.table import StateStorages, Tabulated, as_written, lazy_table, tabulate_lazy
+from holdfast.engine.table import (
+    StateStorages,
+    TensorColumns,
+    describe_lazy_tensors,
+    make_lazy_table,
+    mark_uncopyable_rows,
+)
 from holdfast.errors import Unsupported
 from holdfast.formats import format_of
 from holdfast.formats.tree_json.encode import is_marked
@@ -74,7 +80,7 @@ def tabulate_state(
     # What a torch file says about itself (its version, its byte order) is true of that file only.
     texts = {**(state.metadata if format_of(state.format).metadata else {}), **(metadata or {})}
     if state.flat:
-        return flat_state(as_written(state.stored), texts)
+        return flat_state(mark_uncopyable_rows(state.stored), texts)
     tree, left = model_of(state, whole=whole)
     made = tabulate_tree(tree, metadata=texts, limits=limits)
     return replace(made, notes=(*left, *made.notes))
@@ -147,7 +153,7 @@ class Library(Value, frozen=True, eq=False):
     """The types of one library's tensors, and the function that describes them in columns."""
 
     types: tuple[type, ...]
-    tabulate: Callable[[list[object]], Tabulated]
+    tabulate: Callable[[list[object]], TensorColumns]
 
 
 @cache
@@ -156,7 +162,7 @@ def _torch_library() -> tuple[Library, ...]:
     return (Library(tensors.TYPES, tensors.tabulate_tensors),)
 
 
-NUMPY = Library(ARRAY_TYPES, tabulate_arrays)
+NUMPY = Library(ARRAY_TYPES, describe_arrays)
 
 
 @cache
@@ -191,8 +197,8 @@ class _Describing:
         """A row, and its lazy tensor, of each storage that was asked for."""
 
     @cached_property
-    def _resident(self) -> Resident:
-        return Resident()
+    def _resident(self) -> MemoryTensors:
+        return MemoryTensors()
 
     @cached_property
     def _convert_foreign(self) -> Leaf:
@@ -204,7 +210,7 @@ class _Describing:
     def convert(self, value: object, path: Path) -> object:
         """Return the lazy tensor or the composite of a leaf, or what is kept of any other value."""
         if isinstance(value, np.ndarray):
-            return self._resident.array(value) if self._arrays == "tensors" else value
+            return self._resident.wrap_array(value) if self._arrays == "tensors" else value
         value = self._convert_foreign(value, path)
         if isinstance(value, LazyTensor | Composite | np.generic | type):
             return value
@@ -215,16 +221,16 @@ class _Describing:
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise Unsupported(f"{describe_value(value)} gives no array: {error}") from error
-        return self._resident.array(array)
+        return self._resident.wrap_array(array)
 
     def tabulate(self, leaves: Leaves) -> Table:
         """Make the table of the leaves."""
         values = leaves.values
         present = {*map(type, values)}
         if present <= {*LAZY_TYPES}:
-            return lazy_table(leaves.names, cast("list[LazyTensor]", values))
+            return make_lazy_table(leaves.names, cast("list[LazyTensor]", values))
 
-        parts: list[Tabulated] = []
+        parts: list[TensorColumns] = []
         for library in self.libraries:
             types = present.intersection(library.types)
             if types == present:
@@ -245,7 +251,7 @@ class _Describing:
             leaves.names, part.kinds, part.kind, part.storage, storages, {}, offsets=part.offsets
         )
 
-    def _describe_others(self, leaves: Leaves, parts: list[Tabulated]) -> list[Tabulated]:
+    def _describe_others(self, leaves: Leaves, parts: list[TensorColumns]) -> list[TensorColumns]:
         """Describe all other rows as lazy tensors. A composite is several rows, and moves those behind it."""
         made: dict[int, object] = {}
         plain = {row for part in parts for row in part.rows}
@@ -280,11 +286,11 @@ class _Describing:
         leaves.replace_with_parts(wholes)
         return [replace(part, rows=[place[row] for row in part.rows]) for part in parts]
 
-    def _join(self, leaves: Leaves, parts: list[Tabulated]) -> Table:
+    def _join(self, leaves: Leaves, parts: list[TensorColumns]) -> Table:
         """Join the rows of several libraries and of lazy tensors."""
         names = leaves.names
         others = sorted(self.others)
-        lazy = tabulate_lazy([self.others[row] for row in others])
+        lazy = describe_lazy_tensors([self.others[row] for row in others])
         parts.append(replace(lazy, rows=[others[at] for at in lazy.rows]))
         kinds: list[RowKind] = []
         kind, storage = [0] * len(names), [IRREGULAR] * len(names)
@@ -320,10 +326,10 @@ class _Describing:
         chunk = Chunk(Box.whole(kind.shape), whole.chunks[0].storage, offset, strides)
         return LazyTensor(name, kind.dtype, kind.shape, (chunk,), whole.source, kind.traits)
 
-    def _numbers(self, parts: Sequence[Tabulated]) -> list[Sequence[int]]:
+    def _numbers(self, parts: Sequence[TensorColumns]) -> list[Sequence[int]]:
         """The numbers of each part's storages among those of all parts. One memory has one number, in whichever part it is."""
         places, known, found, before = (
-            self._resident.places(),
+            self._resident.address_ranges(),
             dict[tuple[int, int], int](),
             list[Sequence[int]](),
             0,

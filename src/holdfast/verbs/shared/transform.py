@@ -63,7 +63,12 @@ from holdfast.core.tree import (
     walk,
 )
 from holdfast.core.value import Value, replace
-from holdfast.engine.computed import ComputedStorages, Dequantized, Elementwise, dequantize
+from holdfast.engine.computed import (
+    ComputedStorages,
+    DequantizedTensors,
+    ElementwiseComputation,
+    dequantize,
+)
 from holdfast.engine.targets.parts import Findings
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.numeric.cast import OUTCOMES, cast, count_losses_by_part, largest_number
@@ -276,8 +281,8 @@ def _counted(names: Sequence[str], what: str) -> str:
 
 def _dequantized(state: State) -> State:
     """The state with the numbers that quantised blocks stand for. Blocks that cannot be decoded stay: they may be dropped yet."""
-    decoded, table = Dequantized(), state.tensors
-    found = {row: decoded.numbers(table.lazy_tensor(row)) for row in _in_blocks(table)}
+    decoded, table = DequantizedTensors(), state.tensors
+    found = {row: decoded.decode_if_known(table.lazy_tensor(row)) for row in _in_blocks(table)}
     return with_table(state, with_irregular(table, found))
 
 
@@ -608,14 +613,16 @@ def _find_mixed_storages(
     return mixed
 
 
-def _make_cast(origin: DType, dtype: DType, losses: Mapping[DType, Losses]) -> Elementwise:
+def _make_cast(
+    origin: DType, dtype: DType, losses: Mapping[DType, Losses]
+) -> ElementwiseComputation:
     """Return the cast of elements, which counts what is lost."""
 
     def observe(names: Sequence[str], starts: Ints, elements: np.ndarray, made: np.ndarray) -> None:
         lost = count_losses_by_part(elements, dtype, starts)
         losses[dtype].add(names, elements.size, lost)
 
-    return Elementwise(origin, dtype, lambda elements: cast(elements, dtype), observe)
+    return ElementwiseComputation(origin, dtype, lambda elements: cast(elements, dtype), observe)
 
 
 @lru_cache(1024)
