@@ -1,23 +1,28 @@
-"""`Table`: the tensors of a checkpoint or of a state, as columns; a tensor a row.
+"""`Table`: the tensors of a checkpoint or of a state, as columns. Each tensor is a row.
 
-A hundred thousand tensors are of a few kinds: a dtype, a shape, strides, traits. A kind is stored once
-(`RowKind`). A row is a name, a kind and the index of a storage.
+A hundred thousand tensors have few different kinds (`RowKind`: dtype, shape, strides, traits), so
+each kind is stored once. The other columns have an entry for each row:
 
-The storages are one medium (`Storages`): ranges of files, arrays of numpy, tensors of torch, the memory of a GPU. Two rows of one
-number share their storage.
+    names              "embed"    "head"    "norm"    "split"
+    kind_indices          0          0         1         2         indices into `kinds`
+    storage_indices       0          0         1        -1         indices into `storages`
 
-A row is *irregular* if its elements lie in several pieces or are computed. It has a lazy tensor, which says where its elements are,
-and no number of a storage. The lazy tensor of every other row is made when it is asked for.
+Rows with the same storage index share their storage, here `embed` and `head`. The storages of a
+table (`Storages`) are ranges of files, numpy arrays, torch tensors or memory of a GPU.
 
-A row is *contiguous* if its elements are one range of bytes of its storage, and these bytes are those of an array: in C order
-without gaps, little-endian, a whole number of bytes each, neither conjugated nor negated, and not on the meta device. So a start, a
-length and a checksum say all of it. It is *whole* if that range is all of its storage.
+A row is *irregular* if its elements lie in several chunks, or are computed when they are read. Its
+lazy tensor describes where they are, and its storage index is -1. The lazy tensors of all other
+rows are made on request.
+
+A row is *contiguous* if its bytes are one range of its storage and those of an array: in C order
+without gaps, little-endian, a whole number of bytes for each element, neither conjugated nor
+negated, and not on the meta device. It is *whole* if that range is all of its storage.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -36,70 +41,128 @@ if TYPE_CHECKING:
     from holdfast.engine.saves import Data, Memory
 
 IRREGULAR = -1
+"""The storage index of an irregular row."""
 
-MOST_NBYTES = 1 << 61
+MAX_KIND_NBYTES = 1 << 61
+"""The largest size in a column. An expanded view may claim more bytes than an int64 can count."""
 
 BytesLike = bytes | memoryview
+"""The bytes of a row or of a storage."""
+
+Column = Sequence[int] | Ints
+"""An integer for each row, as a list, a range or an array."""
+
+NO_OFFSETS: Mapping[int, int] = {}
+NO_ARRAY = np.zeros(0)
 
 
 class RowKind(Value, frozen=True, eq=False):
+    """What the rows of a kind have in common: all of a tensor but its name and its place."""
+
     dtype: DType
     shape: tuple[int, ...]
     traits: Traits
     nbytes: int
+    """The size of the elements when they are packed without gaps."""
     strides: tuple[int, ...] = ()
+    """Bits from one element to the next, for each dimension. Empty for irregular rows."""
     storage_nbytes: int = 0
+    """The size of the storages of these rows."""
     is_inside: bool = True
-    """Whether rows begin with a whole byte, and would end inside of their storages if they were in C order."""
+    """Whether rows start at a whole byte, and would end inside their storages in C order."""
     byteorder: str = "little"
     location: str = ""
-    """The device that the writer had it on, where somebody says so."""
+    """The device that the writer had the tensors on, if it is recorded."""
     is_contiguous: bool = False
+    """Whether the bytes of a row are one range of its storage and those of an array."""
     is_whole: bool = False
+    """Whether the bytes of a row are all bytes of its storage and those of an array."""
 
     @classmethod
     def from_tensor(cls, tensor: LazyTensor) -> RowKind:
-        """The kind of a tensor. In several pieces, in none, or in those that are not made yet, it is not contiguous."""
+        """Return the kind of a lazy tensor.
+
+        A tensor that has several chunks or none, or whose chunks are not built yet, is irregular:
+        its kind has no strides and is not contiguous.
+        """
         if tensor.has_deferred_chunks:
             return cls(tensor.dtype, tensor.shape, tensor.traits, tensor.nbytes)
-        dtype, shape, traits, chunks = tensor.dtype, tensor.shape, tensor.traits, tensor.chunks
-        if len(chunks) != 1 or chunks[0].shape != shape:
-            return cls(dtype, shape, traits, tensor.nbytes)
+        chunks = tensor.chunks
+        if len(chunks) != 1 or chunks[0].shape != tensor.shape:
+            return cls(tensor.dtype, tensor.shape, tensor.traits, tensor.nbytes)
+
         (chunk,) = chunks
         storage = chunk.storage
         return cls.from_strides(
-            dtype, shape, chunk.strides, storage_nbytes=storage.nbytes, traits=traits, byteorder=storage.byteorder,
-            location=storage.location, is_inside=is_range_inside(chunk.offset, tensor.nbytes, storage.nbytes),
-        )  # fmt: skip
+            tensor.dtype,
+            tensor.shape,
+            chunk.strides,
+            storage_nbytes=storage.nbytes,
+            traits=tensor.traits,
+            byteorder=storage.byteorder,
+            location=storage.location,
+            is_inside=is_range_inside(chunk.offset, tensor.nbytes, storage.nbytes),
+        )
 
     @staticmethod
     @lru_cache(maxsize=4096)
     def from_shape(
-        dtype: DType, shape: tuple[int, ...], traits: Traits = PLAIN_TRAITS, *, location: str = ""
+        dtype: DType,
+        shape: tuple[int, ...],
+        traits: Traits = PLAIN_TRAITS,
+        *,
+        location: str = "",
     ) -> RowKind:
-        """Tensors in C order that are all of their storages."""
-        nbytes = dtype.nbytes(math.prod(shape))
-        strides = c_strides(shape, dtype.bits)
+        """Return the kind of tensors in C order that fill their storages."""
         return RowKind.from_strides(
-            dtype, shape, strides, storage_nbytes=nbytes, traits=traits, location=location
+            dtype,
+            shape,
+            c_strides(shape, dtype.bits),
+            storage_nbytes=dtype.nbytes(math.prod(shape)),
+            traits=traits,
+            location=location,
         )
 
     @classmethod
     def from_strides(
-        cls, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], *, storage_nbytes: int, traits: Traits = PLAIN_TRAITS,
-        byteorder: str = "little", location: str = "", is_inside: bool = True,
-    ) -> RowKind:  # fmt: skip
-        """Tensors of any strides, in bits, over storages of one length."""
+        cls,
+        dtype: DType,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        *,
+        storage_nbytes: int,
+        traits: Traits = PLAIN_TRAITS,
+        byteorder: str = "little",
+        location: str = "",
+        is_inside: bool = True,
+    ) -> RowKind:
+        """Return the kind of tensors with any strides, and compute whether they are contiguous.
+
+        Args:
+            dtype: The type of the elements.
+            shape: The length of each dimension.
+            strides: Bits from one element to the next, for each dimension.
+            storage_nbytes: The size of the storage of each tensor.
+            traits: What torch records about the tensors beyond their elements.
+            byteorder: `little` or `big`.
+            location: The device that the writer had the tensors on.
+            is_inside: Whether the tensors start at a whole byte, and would end inside their
+                storages if they were in C order.
+        """
         nbytes = dtype.nbytes(math.prod(shape))
-        contiguous = (
+        is_little_endian = byteorder == "little" or dtype.swap_nbytes == 1
+        # Most rows have the default traits, which need no closer look.
+        has_plain_elements = traits is PLAIN_TRAITS or not (
+            traits.conj or traits.neg or traits.meta
+        )
+        is_contiguous = (
             dtype.bits >= 8
-            and (byteorder == "little" or dtype.swap_nbytes == 1)
-            and (traits is PLAIN_TRAITS or not (traits.conj or traits.neg or traits.meta))
+            and is_little_endian
+            and has_plain_elements
             and is_inside
             and nbytes <= storage_nbytes
             and is_c_ordered(shape, strides, dtype.bits)
         )
-        whole = contiguous and nbytes == storage_nbytes
         return cls(
             dtype,
             shape,
@@ -110,445 +173,565 @@ class RowKind(Value, frozen=True, eq=False):
             is_inside,
             byteorder,
             location,
-            contiguous,
-            whole,
+            is_contiguous,
+            is_contiguous and nbytes == storage_nbytes,
         )
 
     def with_traits(self, traits: Traits, *, is_inside: bool = True) -> RowKind:
-        """This kind with other traits; not `inside`: of rows that do not begin with a whole byte, or end behind their storages."""
+        """Return this kind with other traits.
+
+        Args:
+            traits: The new traits.
+            is_inside: False for rows that do not start at a whole byte, or would end behind their
+                storages.
+        """
         return RowKind.from_strides(
-            self.dtype, self.shape, self.strides, storage_nbytes=self.storage_nbytes, traits=traits, byteorder=self.byteorder,
-            location=self.location, is_inside=is_inside and self.is_inside,
-        )  # fmt: skip
+            self.dtype,
+            self.shape,
+            self.strides,
+            storage_nbytes=self.storage_nbytes,
+            traits=traits,
+            byteorder=self.byteorder,
+            location=self.location,
+            is_inside=is_inside and self.is_inside,
+        )
 
 
-def is_range_inside(offset: int, nbytes: int, storage_nbytes: int) -> bool:
-    """Whether so many bytes from a bit on are whole bytes of a storage."""
-    return not offset % 8 and 0 <= offset // 8 <= storage_nbytes - nbytes
+def is_range_inside(bit_offset: int, nbytes: int, storage_nbytes: int) -> bool:
+    """Return whether `nbytes` bytes from a bit of a storage on are whole bytes inside it."""
+    return bit_offset % 8 == 0 and 0 <= bit_offset // 8 <= storage_nbytes - nbytes
 
 
 def separate_outside_rows(
-    kinds: list[RowKind], kind: list[int], offsets: Mapping[int, int]
+    kinds: list[RowKind], kind_indices: list[int], offsets: Mapping[int, int]
 ) -> None:
-    """Give rows that reach out of their storages kinds of their own. `kinds` and `kind` are those of rows with these offsets."""
-    room = [8 * (one.storage_nbytes - one.nbytes) if one.is_contiguous else -1 for one in kinds]
-    reach = ((row, offset, room[kind[row]]) for row, offset in offsets.items())
-    out = [
-        row
-        for row, offset, most in reach
-        if most >= 0 and not (0 <= offset <= most and not offset % 8)
-    ]
-    made: dict[int, int] = {}
-    for row in out:
-        own = kind[row]
-        if own not in made:
-            made[own] = len(kinds)
-            kinds.append(kinds[own].with_traits(kinds[own].traits, is_inside=False))
-        kind[row] = made[own]
+    """Give rows that reach outside their storages kinds of their own, which are not contiguous.
 
+    A kind claims to be contiguous for every row, which is wrong for a row whose offset is not a
+    whole byte, or so large that the row ends behind its storage.
 
-NO_OFFSETS: Mapping[int, int] = {}
+    Args:
+        kinds: The kinds of the table. New kinds are appended.
+        kind_indices: The kind of each row. The entries of rows that reach outside are replaced.
+        offsets: The bit of its storage where a row starts, by row. Rows without one start at 0.
+    """
+    max_offsets: list[int | None] = []
+    for kind in kinds:
+        room_nbytes = kind.storage_nbytes - kind.nbytes
+        max_offsets.append(8 * room_nbytes if kind.is_contiguous else None)
+
+    outside_kind_indices: dict[int, int] = {}
+    for row, offset in offsets.items():
+        kind_index = kind_indices[row]
+        max_offset = max_offsets[kind_index]
+        if max_offset is None or (0 <= offset <= max_offset and offset % 8 == 0):
+            continue
+        if kind_index not in outside_kind_indices:
+            kind = kinds[kind_index]
+            outside_kind_indices[kind_index] = len(kinds)
+            kinds.append(kind.with_traits(kind.traits, is_inside=False))
+        kind_indices[row] = outside_kind_indices[kind_index]
 
 
 class StorageMoved(Exception):
-    """A storage in memory is no longer where it was: resized, or freed."""
+    """A storage in memory was resized or freed after it was described.
 
-    def __init__(self, at: int) -> None:
-        super().__init__(at)
-        self.request_index = at  # Which of the storages that were to be read.
+    Attributes:
+        request_index: The position of the storage among those that were requested.
+    """
+
+    def __init__(self, request_index: int) -> None:
+        super().__init__(request_index)
+        self.request_index = request_index
 
 
 class MemoryBytes(Protocol):
-    """The bytes of storages, as columns."""
+    """Storages whose bytes can be read. A storage is addressed by its index."""
 
     @property
     def nbytes(self) -> Ints:
-        """The length of each storage."""
+        """The size of each storage."""
 
-    def read(self, numbers: Sequence[int]) -> Sequence[BytesLike]:
-        """The bytes of storages of these numbers, all together. Errors name the storage; `StorageMoved` for memory."""
+    def read(self, storage_indices: Sequence[int]) -> Sequence[BytesLike]:
+        """Read whole storages, all together.
+
+        Raises:
+            StorageMoved: A storage in memory was resized or freed.
+            HoldfastError: A storage cannot be read. The error names it.
+        """
 
     @property
     def can_read_ranges(self) -> bool:
-        """Whether parts of storages are read together, as whole ones are."""
+        """Whether `read_ranges` is available. Otherwise only whole storages can be read."""
 
     def read_ranges(
-        self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
+        self, storage_indices: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
     ) -> Sequence[BytesLike]:
-        """So many bytes of storages of these numbers, from these bytes on; where they are `divisible`."""
+        """Read a range of bytes of each storage, all together.
 
-    def segment(self, number: int, label: str) -> bytes | Data | Memory:
-        """The bytes of one storage under a label, as a segment; `b""` where there are none. Raises `StorageMoved` for memory."""
+        Args:
+            storage_indices: The storages. One may occur several times.
+            starts: The first byte of each range.
+            nbytes: The size of each range.
+        """
+
+    def segment(self, storage_index: int, label: str) -> bytes | Data | Memory:
+        """Return one storage as a segment of a planned file, or `b""` if it is empty.
+
+        Raises:
+            StorageMoved: The storage in memory was resized or freed.
+        """
 
 
 class Storages(MemoryBytes, Protocol):
-    """The medium of a table: storages, and tensors over them."""
+    """The storages of a table. They can make a lazy tensor over one of them."""
 
     @property
     def read_nbytes(self) -> Ints:
-        """What is read for each: as many bytes as it has, unless it is computed."""
+        """How many bytes are read to get each storage: its size, unless it is computed."""
 
     @property
     def stores(self) -> tuple[Store, ...]:
-        """What is read, beside this process's memory."""
+        """The stores that are read, apart from the memory of this process."""
 
-    def lazy_tensor(self, number: int, kind: RowKind, name: str, offset: int) -> LazyTensor:
-        """A tensor of a kind over one storage, whose first element lies at a bit of it."""
+    def lazy_tensor(self, storage_index: int, kind: RowKind, name: str, offset: int) -> LazyTensor:
+        """Make a lazy tensor of a kind over a storage.
+
+        Args:
+            storage_index: The storage.
+            kind: Dtype, shape, strides and traits of the tensor.
+            name: The name of the tensor.
+            offset: The bit of the storage where the first element lies.
+        """
 
 
 class StoredFile(Value, frozen=True, eq=False):
+    """A file that has storages of a table."""
+
     source: Source
     key: str
-    store: object  # The store that has it, as `Storage.home`.
-
-
-Column = Sequence[int] | Ints
+    store: object
+    """The store that has the file, as `Storage.home`."""
 
 
 class FileColumns:
-    """Ranges of files, as columns."""
+    """Storages that are ranges of files, as columns with an entry for each storage."""
 
     files: Sequence[StoredFile]
     file_indices: Ints
-    """The file of each range, as a position in `files`."""
+    """The file of each storage, as an index into `files`."""
     starts: Ints
+    """The first byte of each storage in its file."""
     nbytes: Ints
     crcs: Ints
-    """The CRC-32 that the file records of each range; `NO_CRC` where it does not."""
+    """The recorded CRC-32 of each storage; `NO_CRC` if none is recorded."""
 
     @property
     def read_nbytes(self) -> Ints:
+        """How many bytes are read to get each storage."""
         return self.nbytes
 
 
 class ContiguousRows(Value, frozen=True):
-    """Contiguous rows among some that are wanted, as columns of one length."""
+    """The contiguous rows among the rows of a request, as columns with an entry for each row."""
 
-    request_indices: Sequence[int]  # The number of each among those that are wanted.
+    request_indices: Sequence[int]
+    """The position of each row in the request."""
     dtypes: Sequence[AnyDType]
     shapes: Sequence[tuple[int, ...]]
     keys: Sequence[str]
-    file_indices: Ints  # The file of each, as a position in `keys`.
+    """The files. This is no column."""
+    file_indices: Ints
+    """The file of each row, as an index into `keys`."""
     starts: Ints
+    """The first byte of each row in its file."""
     nbytes: Ints
-    crcs: Ints  # CRC-32 of just these bytes as the file records it; `NO_CRC` where it does not.
+    crcs: Ints
+    """The recorded CRC-32 of exactly the bytes of each row; `NO_CRC` if none is recorded."""
 
     def __len__(self) -> int:
         return len(self.request_indices)
 
-    def select(self, wanted: Ints) -> ContiguousRows:
-        numbers, dtypes, shapes = self.request_indices, self.dtypes, self.shapes
-        chosen = wanted.tolist()
+    def select(self, indices: Ints) -> ContiguousRows:
+        """Return some of these rows, by their positions in the columns."""
+        positions = indices.tolist()
         return ContiguousRows(
-            [numbers[at] for at in chosen], [dtypes[at] for at in chosen], [shapes[at] for at in chosen], self.keys,
-            self.file_indices[wanted], self.starts[wanted], self.nbytes[wanted], self.crcs[wanted],
-        )  # fmt: skip
-
-
-NO_ARRAY = np.zeros(0)
+            [self.request_indices[position] for position in positions],
+            [self.dtypes[position] for position in positions],
+            [self.shapes[position] for position in positions],
+            self.keys,
+            self.file_indices[indices],
+            self.starts[indices],
+            self.nbytes[indices],
+            self.crcs[indices],
+        )
 
 
 def read_tensors(tensors: Sequence[LazyTensor]) -> list[np.ndarray]:
-    """Read tensors into fresh arrays: in parallel, with neighbouring reads joined."""
-    by_source: dict[Source, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        by_source.setdefault(tensor.source, []).append(number)
+    """Read tensors of any sources into new arrays, in parallel and with joined reads."""
+    indices_by_source: dict[Source, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        indices_by_source.setdefault(tensor.source, []).append(index)
+
     arrays = [NO_ARRAY] * len(tensors)
     with gc_paused():
-        for source, numbers in by_source.items():
-            read_arrays = source.arrays([tensors[number] for number in numbers])
-            for number, array in zip(numbers, read_arrays, strict=True):
-                arrays[number] = array
+        for source, indices in indices_by_source.items():
+            source_arrays = source.arrays([tensors[index] for index in indices])
+            for index, array in zip(indices, source_arrays, strict=True):
+                arrays[index] = array
     return arrays
 
 
 class Table(Mapping[str, LazyTensor]):
-    """Tensors by name, a row each. As a mapping it makes a lazy tensor when one is asked for."""
+    """Tensors as columns, with a row for each. The module's docstring defines the terms.
+
+    As a mapping it has the names of the tensors, and makes a lazy tensor on request.
+
+    Attributes:
+        names: The name of each row.
+        kinds: The kinds of the rows, each once.
+        kind_indices: The kind of each row, as an index into `kinds`.
+        storages: The storages of the rows that are not irregular.
+        storage_indices: The storage of each row, as an index into `storages`. It is `IRREGULAR`
+            for irregular rows.
+        irregular: The lazy tensors of the irregular rows, by row.
+        offsets: The bit of its storage where a row starts, by row. Rows without an entry start
+            with their storage.
+    """
 
     def __init__(
-        self, names: Sequence[str], kinds: Sequence[RowKind], kind: Sequence[int], storage: Sequence[int], storages: Storages,
-        irregular: Mapping[int, LazyTensor], *, offsets: Mapping[int, int] = NO_OFFSETS, views: Sequence[LazyTensor] | None = None,
-    ) -> None:  # fmt: skip
-        """`views` are the rows as lazy tensors, where they are there already: the leaves of a tree."""
+        self,
+        names: Sequence[str],
+        kinds: Sequence[RowKind],
+        kind_indices: Sequence[int],
+        storage_indices: Sequence[int],
+        storages: Storages,
+        irregular: Mapping[int, LazyTensor],
+        *,
+        offsets: Mapping[int, int] = NO_OFFSETS,
+        lazy_tensors: Sequence[LazyTensor] | None = None,
+    ) -> None:
+        """Make a table of its columns, which the class describes.
+
+        Args:
+            lazy_tensors: All rows as lazy tensors, if these exist already, as leaves of a tree.
+        """
         self.names = names
         self.kinds = kinds
-        self.kind_indices = kind  # `kind_indices` of each row is a position in `kinds`.
-        self.storage_indices = storage
-        self.storages = storages  # `storage_indices` of each row is a number in `storages`; `IRREGULAR` for an irregular row.
+        self.kind_indices = kind_indices
+        self.storage_indices = storage_indices
+        self.storages = storages
         self.irregular = irregular
         self.offsets = offsets
-        """By row, the bit of its storage where the first element lies; of those that do not begin with their storage."""
-        self._asked = False
-        self._views = views
+        self._lazy_tensors = lazy_tensors
+        self._was_searched = False
 
     @property
     def stores(self) -> tuple[Store, ...]:
-        return tuple(
-            dict.fromkeys(
-                (
-                    *self.storages.stores,
-                    *(tensor.source.store for tensor in self.irregular.values()),
-                )
-            )
-        )
+        """The stores that have the elements of the rows, each once."""
+        irregular_stores = [tensor.source.store for tensor in self.irregular.values()]
+        return tuple(dict.fromkeys((*self.storages.stores, *irregular_stores)))
 
     @cached_property
     def row_indices(self) -> Mapping[str, int]:
+        """The row of each name."""
         return dict(zip(self.names, range(len(self.names)), strict=True))
 
     @cached_property
     def kind_index_array(self) -> Ints:
+        """`kind_indices` as an array."""
         return np.array(self.kind_indices, np.int64)
 
     @cached_property
     def rows_not_whole(self) -> Mapping[int, None]:
-        """Rows that are not whole, in order."""
-        return self._rows_of(
-            {number for number, kind in enumerate(self.kinds) if not kind.is_whole}
+        """The rows that are not whole, in ascending order. The values mean nothing."""
+        return self._find_rows(
+            [index for index, kind in enumerate(self.kinds) if not kind.is_whole]
         )
 
     @cached_property
     def rows_read_singly(self) -> Mapping[int, None]:
-        """Rows that are read one by one, by their lazy tensors (`view`), in order.
+        """The rows that are read one by one, through their lazy tensors, in ascending order.
 
-        They are not contiguous, or not whole over storages that are not read in parts.
+        All other rows are read together, by `read_bytes`. The values of the mapping mean nothing.
         """
-        parts, kinds = self.storages.can_read_ranges, enumerate(self.kinds)
-        return self._rows_of(
-            {
-                number
-                for number, kind in kinds
-                if not (kind.is_whole or (parts and kind.is_contiguous))
-            }
+        if not self.storages.can_read_ranges:
+            return self.rows_not_whole
+        return self._find_rows(
+            [index for index, kind in enumerate(self.kinds) if not kind.is_contiguous]
         )
 
-    def _rows_of(self, kinds: set[int]) -> dict[int, None]:
+    def _find_rows(self, kind_indices: Collection[int]) -> dict[int, None]:
+        """Return the rows of some kinds and all irregular rows, in ascending order."""
         irregular = self.irregular
+        wanted_kinds = {*kind_indices}
+        if not irregular and not wanted_kinds:
+            return {}
+        rows = enumerate(self.kind_indices)
         return dict.fromkeys(
-            [row for row, one in enumerate(self.kind_indices) if one in kinds or row in irregular]
-            if irregular or kinds
-            else ()
+            [row for row, index in rows if index in wanted_kinds or row in irregular]
         )
 
     def lazy_tensor(self, row: int) -> LazyTensor:
-        if self._views is not None:
-            return self._views[row]
+        """Return a row as a lazy tensor."""
+        if self._lazy_tensors is not None:
+            return self._lazy_tensors[row]
         if row in self.irregular:
             return self.irregular[row]
-        kind, offset = self.kinds[self.kind_indices[row]], self.offsets.get(row, 0)
+        kind = self.kinds[self.kind_indices[row]]
+        offset = self.offsets.get(row, 0)
         return self.storages.lazy_tensor(self.storage_indices[row], kind, self.names[row], offset)
 
     def locate_rows(self, rows: Sequence[int]) -> Table:
-        """A table for rows that are about to be read: a format that has to ask its files where they lie asks for all at once."""
+        """Return a table that has the file ranges of rows that will be read.
+
+        Formats that must ask their files where tensors lie override this method, to ask for many
+        tensors at once. In every other format the ranges are in the table already.
+        """
         return self
 
     def recorded_crcs(self) -> dict[int, int]:
-        """By row, the CRC-32 of its elements, where a file records it."""
+        """Return the CRC-32 of the elements of a row, by row, for rows with a recorded one."""
         if not isinstance(self.storages, FileColumns):
             return {}
-        crcs, whole = self.storages.crcs.tolist(), [kind.is_whole for kind in self.kinds]
-        rows = [
-            row
-            for row, (number, kind) in enumerate(
-                zip(self.storage_indices, self.kind_indices, strict=True)
-            )
-            if number != IRREGULAR and whole[kind]
-        ]
-        return {row: crc for row in rows if (crc := crcs[self.storage_indices[row]]) != NO_CRC}
+        storage_crcs = self.storages.crcs.tolist()
+        is_whole = [kind.is_whole for kind in self.kinds]
+
+        row_crcs: dict[int, int] = {}
+        columns = zip(self.kind_indices, self.storage_indices, strict=True)
+        for row, (kind_index, storage_index) in enumerate(columns):
+            # A file records the checksum of a storage, which is that of a row only if it is whole.
+            if storage_index != IRREGULAR and is_whole[kind_index]:
+                crc = storage_crcs[storage_index]
+                if crc != NO_CRC:
+                    row_crcs[row] = crc
+        return row_crcs
 
     def row_kind(self, row: int) -> RowKind:
+        """Return the kind of a row."""
         return self.kinds[self.kind_indices[row]]
 
     @property
     def kind_nbytes(self) -> Ints:
-        """Bytes of the elements of a row of each kind."""
-        # A view that repeats its elements may have more bytes than a column has room for. No layout copies it.
-        return np.array([min(kind.nbytes, MOST_NBYTES) for kind in self.kinds], np.int64)
+        """The size of the elements of a row of each kind, at most `MAX_KIND_NBYTES`."""
+        return np.array([min(kind.nbytes, MAX_KIND_NBYTES) for kind in self.kinds], np.int64)
 
     def row_nbytes(self, rows: Column) -> Ints:
-        where = (
-            slice(rows.start, rows.stop) if isinstance(rows, range) else np.asarray(rows, np.int64)
-        )
-        return self.kind_nbytes[self.kind_index_array[where]]
+        """Return the size of the elements of each of these rows."""
+        if isinstance(rows, range):
+            kind_indices = self.kind_index_array[rows.start : rows.stop]
+        else:
+            kind_indices = self.kind_index_array[np.asarray(rows, np.int64)]
+        return self.kind_nbytes[kind_indices]
 
     def read_bytes(self, rows: Sequence[int]) -> Sequence[BytesLike]:
-        """The bytes of rows that are not `single`, all together."""
-        storage, kinds, kind = self.storage_indices, self.kinds, self.kind_indices
-        numbers = rows if storage == range(len(self.names)) else [storage[row] for row in rows]
+        """Read the bytes of rows that are not in `rows_read_singly`, all together.
+
+        Raises:
+            SaveError: A tensor in memory was resized or freed.
+        """
+        storage_indices = rows
+        if self.storage_indices != range(len(self.names)):
+            storage_indices = [self.storage_indices[row] for row in rows]
         try:
-            # Of storages that are not divisible, all rows but those that stand by themselves are whole.
-            if not self.storages.can_read_ranges or all(one.is_whole for one in kinds):
-                return self.storages.read(numbers)
-            offsets, nbytes = self.offsets, [one.nbytes for one in kinds]
-            starts = [offsets[row] // 8 if row in offsets else 0 for row in rows]
-            return self.storages.read_ranges(numbers, starts, [nbytes[kind[row]] for row in rows])
-        except StorageMoved as moved:
-            raise self._moved(rows[moved.request_index]) from None
+            # If ranges cannot be read, only whole rows are read here.
+            if not self.storages.can_read_ranges or all(kind.is_whole for kind in self.kinds):
+                return self.storages.read(storage_indices)
+            starts = [self.offsets.get(row, 0) // 8 for row in rows]
+            kind_nbytes = [kind.nbytes for kind in self.kinds]
+            nbytes = [kind_nbytes[self.kind_indices[row]] for row in rows]
+            return self.storages.read_ranges(storage_indices, starts, nbytes)
+        except StorageMoved as error:
+            raise self._build_moved_error(rows[error.request_index]) from None
 
     def segment(self, row: int, label: str) -> bytes | Data | Memory:
-        """The bytes of a row that is all of its storage, as a segment; `b""` where there are none."""
+        """Return a whole row as a segment of a planned file, or `b""` if it has no bytes.
+
+        Args:
+            row: A row that is all of its storage.
+            label: What the format calls the segment.
+
+        Raises:
+            SaveError: The tensor in memory was resized or freed.
+        """
         try:
             return self.storages.segment(self.storage_indices[row], label)
         except StorageMoved:
-            raise self._moved(row) from None
+            raise self._build_moved_error(row) from None
 
-    def _moved(self, row: int) -> SaveError:
+    def _build_moved_error(self, row: int) -> SaveError:
         return SaveError(
             "its storage was resized or freed while it was saved", tensor=self.names[row]
         )
 
     def select(self, rows: Sequence[int], names: Sequence[str] | None = None) -> Table:
-        kind, storage = (
+        """Return a table of some rows, in this order.
+
+        Args:
+            rows: The rows of this table.
+            names: New names for the selected rows. By default they keep theirs.
+        """
+        if names is None:
+            names = [self.names[row] for row in rows]
+        irregular: dict[int, LazyTensor] = {}
+        if self.irregular:
+            for new_row, row in enumerate(rows):
+                if row in self.irregular:
+                    irregular[new_row] = self.irregular[row].renamed(names[new_row])
+        return Table(
+            names,
+            self.kinds,
             [self.kind_indices[row] for row in rows],
             [self.storage_indices[row] for row in rows],
-        )
-        chosen = [self.names[row] for row in rows] if names is None else names
-        irregular = {}
-        if self.irregular:
-            irregular = {
-                at: self.irregular[row].renamed(chosen[at])
-                for at, row in enumerate(rows)
-                if row in self.irregular
-            }
-        return Table(
-            chosen,
-            self.kinds,
-            kind,
-            storage,
             self.storages,
             irregular,
             offsets=self.select_offsets(rows),
         )
 
     def select_offsets(self, rows: Sequence[int]) -> Mapping[int, int]:
+        """Return the offsets of some rows, by their positions in `rows`."""
         offsets = self.offsets
-        return (
-            {at: offsets[row] for at, row in enumerate(rows) if row in offsets}
-            if offsets
-            else offsets
-        )
+        if not offsets:
+            return offsets
+        return {new_row: offsets[row] for new_row, row in enumerate(rows) if row in offsets}
 
     def with_entries(
         self, rows: Sequence[int], entries: Mapping[int, Mapping[str, LazyTensor]]
     ) -> Table:
-        """A table of these rows, with other entries in the place of some of them."""
+        """Return a table of some rows, in which lazy tensors replace some of these.
+
+        Args:
+            rows: The rows of this table, in the order of the new one.
+            entries: By row, the tensors that replace it, with their names. A row may be replaced
+                by several tensors or by none.
+        """
         names: list[str] = []
-        kinds, irregular, offsets = [*self.kinds], dict[int, LazyTensor](), dict[int, int]()
-        kind: list[int] = []
-        storage: list[int] = []
+        kinds = [*self.kinds]
+        kind_indices: list[int] = []
+        storage_indices: list[int] = []
+        irregular: dict[int, LazyTensor] = {}
+        offsets: dict[int, int] = {}
         for row in rows:
-            given = entries.get(row)
-            if given is None:
+            if row not in entries:
                 if row in self.irregular:
                     irregular[len(names)] = self.irregular[row]
                 if row in self.offsets:
                     offsets[len(names)] = self.offsets[row]
                 names.append(self.names[row])
-                kind.append(self.kind_indices[row])
-                storage.append(self.storage_indices[row])
+                kind_indices.append(self.kind_indices[row])
+                storage_indices.append(self.storage_indices[row])
                 continue
-            for name, tensor in given.items():
+
+            for name, tensor in entries[row].items():
                 irregular[len(names)] = tensor
                 names.append(name)
-                kind.append(len(kinds))
+                kind_indices.append(len(kinds))
                 kinds.append(RowKind.from_tensor(tensor))
-                storage.append(IRREGULAR)
-        return Table(names, kinds, kind, storage, self.storages, irregular, offsets=offsets)
+                storage_indices.append(IRREGULAR)
+        return Table(
+            names, kinds, kind_indices, storage_indices, self.storages, irregular, offsets=offsets
+        )
 
     def find_contiguous_rows(self, rows: Sequence[int]) -> list[tuple[Source, ContiguousRows]]:
-        """Where the contiguous ones of these rows lie in files, those of a source together."""
-        storages, kinds = self.storages, self.kinds
+        """Return where the contiguous ones of these rows lie in files, for each source."""
+        storages = self.storages
         if not isinstance(storages, FileColumns):
             return []
-        kind, storage = self.kind_indices, self.storage_indices
-        numbers: Sequence[int] = range(len(rows))
-        if self.irregular or not all(one.is_contiguous for one in kinds):
-            numbers = [
-                at
-                for at, row in enumerate(rows)
-                if storage[row] != IRREGULAR and kinds[kind[row]].is_contiguous
+        contiguous_rows = self._describe_contiguous_rows(rows, storages)
+
+        files_by_source: dict[Source, list[int]] = {}
+        for file_index, file in enumerate(storages.files):
+            files_by_source.setdefault(file.source, []).append(file_index)
+        if len(files_by_source) == 1:
+            return [(source, contiguous_rows) for source in files_by_source]
+
+        rows_by_source: list[tuple[Source, ContiguousRows]] = []
+        for source, file_indices in files_by_source.items():
+            is_in_source = np.isin(contiguous_rows.file_indices, file_indices)
+            rows_by_source.append((source, contiguous_rows.select(np.flatnonzero(is_in_source))))
+        return rows_by_source
+
+    def _describe_contiguous_rows(
+        self, rows: Sequence[int], storages: FileColumns
+    ) -> ContiguousRows:
+        """Return the contiguous ones of these rows, of all sources, as columns."""
+        kinds = self.kinds
+        request_indices: Sequence[int] = range(len(rows))
+        if self.irregular or not all(kind.is_contiguous for kind in kinds):
+            request_indices = [
+                index
+                for index, row in enumerate(rows)
+                if self.storage_indices[row] != IRREGULAR
+                and kinds[self.kind_indices[row]].is_contiguous
             ]
-            rows = [rows[at] for at in numbers]
-        own = [kind[row] for row in rows]
-        start = storages.starts
-        everything = range(len(start))
-        where: slice | Ints = slice(None)
-        if rows != everything or storage != everything:
-            where = np.array([storage[row] for row in rows], np.int64)
-        dtypes, shapes = [one.dtype.numpy for one in kinds], [one.shape for one in kinds]
-        starts, nbytes, crcs = start[where], storages.nbytes[where], storages.crcs[where]
-        if not all(one.is_whole for one in kinds if one.is_contiguous):
-            places = np.array(own, np.int64)
-            if offsets := self.offsets:
-                starts = starts + np.array(
-                    [offsets[row] // 8 if row in offsets else 0 for row in rows], np.int64
-                )
-            nbytes = np.array([one.nbytes if one.is_contiguous else 0 for one in kinds], np.int64)[
-                places
-            ]
-            crcs = np.where(
-                np.array([one.is_whole for one in kinds], np.bool_)[places], crcs, NO_CRC
-            )
-        keys, files = [place.key for place in storages.files], storages.file_indices[where]
-        contiguous = ContiguousRows(
-            numbers,
-            [dtypes[one] for one in own],
-            [shapes[one] for one in own],
-            keys,
-            files,
+            rows = [rows[index] for index in request_indices]
+        kind_indices = [self.kind_indices[row] for row in rows]
+
+        # Most often all rows of a file are read, in the order of their storages.
+        selection: slice | Ints = slice(None)
+        all_storages = range(len(storages.starts))
+        if rows != all_storages or self.storage_indices != all_storages:
+            selection = np.array([self.storage_indices[row] for row in rows], np.int64)
+        starts = storages.starts[selection]
+        nbytes = storages.nbytes[selection]
+        crcs = storages.crcs[selection]
+
+        if not all(kind.is_whole for kind in kinds if kind.is_contiguous):
+            if self.offsets:
+                start_in_storage = [self.offsets.get(row, 0) // 8 for row in rows]
+                starts = starts + np.array(start_in_storage, np.int64)
+            kind_index_array = np.array(kind_indices, np.int64)
+            nbytes = self.kind_nbytes[kind_index_array]
+            # The recorded checksum of a storage is that of a row only if the row is whole.
+            is_whole = np.array([kind.is_whole for kind in kinds], np.bool_)
+            crcs = np.where(is_whole[kind_index_array], crcs, NO_CRC)
+
+        dtypes = [kind.dtype.numpy for kind in kinds]
+        return ContiguousRows(
+            request_indices,
+            [dtypes[index] for index in kind_indices],
+            [kinds[index].shape for index in kind_indices],
+            [file.key for file in storages.files],
+            storages.file_indices[selection],
             starts,
             nbytes,
             crcs,
         )
-        by: dict[Source, list[int]] = {}
-        for file, place in enumerate(storages.files):
-            by.setdefault(place.source, []).append(file)
-        if len(by) == 1:
-            return [(source, contiguous) for source in by]
-        return [
-            (source, contiguous.select(np.flatnonzero(np.isin(files, own_files))))
-            for source, own_files in by.items()
-        ]
 
     def read_arrays(self, rows: Sequence[int]) -> list[np.ndarray]:
-        """Fresh arrays of these rows: in parallel, with neighbouring reads joined."""
+        """Read rows into new arrays, in parallel and with joined reads."""
         arrays = [NO_ARRAY] * len(rows)
-        numbers: list[int] = []
+        contiguous_indices: list[int] = []
         with gc_paused():
-            for source, contiguous in self.find_contiguous_rows(rows):
-                read_arrays = source.read_rows(
-                    contiguous, lambda number: self.lazy_tensor(rows[number])
+            for source, contiguous_rows in self.find_contiguous_rows(rows):
+                indices = contiguous_rows.request_indices
+                source_arrays = source.read_rows(
+                    contiguous_rows, lambda index: self.lazy_tensor(rows[index])
                 )
-                for number, array in zip(contiguous.request_indices, read_arrays, strict=True):
-                    arrays[number] = array
-                numbers += contiguous.request_indices
-            if len(numbers) < len(rows):
-                others = sorted({*range(len(rows))}.difference(numbers))
-                views = [self.lazy_tensor(rows[number]) for number in others]
-                for number, array in zip(others, read_tensors(views), strict=True):
-                    arrays[number] = array
+                for index, array in zip(indices, source_arrays, strict=True):
+                    arrays[index] = array
+                contiguous_indices += indices
+
+            if len(contiguous_indices) < len(rows):
+                other_indices = sorted({*range(len(rows))}.difference(contiguous_indices))
+                tensors = [self.lazy_tensor(rows[index]) for index in other_indices]
+                for index, array in zip(other_indices, read_tensors(tensors), strict=True):
+                    arrays[index] = array
         return arrays
 
     def with_lazy_tensors(self) -> Table:
-        """This table with all lazy tensors made, each once."""
-        if self._views is not None:
+        """Return this table with all of its lazy tensors made once, for repeated use."""
+        if self._lazy_tensors is not None:
             return self
-        views = [self.lazy_tensor(row) for row in range(len(self.names))]
-        return Table(
-            self.names,
-            self.kinds,
-            self.kind_indices,
-            self.storage_indices,
-            self.storages,
-            self.irregular,
-            offsets=self.offsets,
-            views=views,
-        )
+        return self._replace_lazy_tensors(list(map(self.lazy_tensor, range(len(self.names)))))
 
     def without_lazy_tensors(self) -> Table:
-        """This table without the lazy tensors that were made; they are made again when they are asked for."""
-        if self._views is None:
+        """Return this table without the lazy tensors that exist already, to save memory."""
+        if self._lazy_tensors is None:
             return self
+        return self._replace_lazy_tensors(None)
+
+    def _replace_lazy_tensors(self, lazy_tensors: Sequence[LazyTensor] | None) -> Table:
         return Table(
             self.names,
             self.kinds,
@@ -557,20 +740,24 @@ class Table(Mapping[str, LazyTensor]):
             self.storages,
             self.irregular,
             offsets=self.offsets,
+            lazy_tensors=lazy_tensors,
         )
 
     def __getitem__(self, name: str) -> LazyTensor:
-        if self._asked:
+        if self._was_searched:
             return self.lazy_tensor(self.row_indices[name])
-        # One name is found before the rows of all are known by theirs.
-        self._asked = True
-        hash(name)
+
+        # The first lookup searches the names. A program that reads one tensor of a large
+        # checkpoint needs no dictionary of all names.
+        self._was_searched = True
+        hash(name)  # Raises TypeError for an unhashable name, as a dictionary does.
         try:
             return self.lazy_tensor(self.names.index(name))
         except ValueError:
             raise KeyError(name) from None
 
     def dtype_and_shape(self, name: str) -> tuple[DType, tuple[int, ...]]:
+        """Return the dtype and the shape of a tensor without making its lazy tensor."""
         kind = self.kinds[self.kind_indices[self.row_indices[name]]]
         return kind.dtype, kind.shape
 

@@ -52,13 +52,14 @@ class ViewTable(Table):
     range of a file are rows over that; all others are irregular."""
 
     def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
-        self.names, self._views = [*tensors], [*tensors.values()]
-        self._asked = False
+        self.names = [*tensors]
+        self._lazy_tensors = [*tensors.values()]
+        self._was_searched = False
 
     def __getattr__(self, name: str) -> object:
         if name not in COLUMNS:
             raise AttributeError(f"a table has no {name!r}", name=name, obj=self)
-        made = tabulate(self.names, self._views or ())
+        made = tabulate(self.names, self._lazy_tensors or ())
         # Whoever comes second makes the same.
         self.kinds = made.kinds
         self.kind_indices = made.kind_indices
@@ -156,7 +157,7 @@ def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
         storages,
         irregular,
         offsets=offsets,
-        views=views,
+        lazy_tensors=views,
     )
 
 

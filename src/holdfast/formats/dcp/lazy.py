@@ -145,7 +145,7 @@ class ItemTable(Table):
             [IRREGULAR] * len(lazies),
             NO_FILES,
             dict(enumerate(lazies)),
-            views=lazies,
+            lazy_tensors=lazies,
         )
         self._items = items
 
