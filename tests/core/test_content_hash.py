@@ -83,7 +83,7 @@ def test_many_threads_at_once():
 @pytest.mark.usefixtures("short")
 @given(st.binary(min_size=HEAD + 1, max_size=3 * PIECE), st.lists(st.integers(0, 400), max_size=6))
 def test_the_head_alone(data: bytes, cuts: list[int]):
-    found = ContentHasher(len(data), whole=False)
+    found = ContentHasher(len(data), needs_hash=False)
     for start, block in reversed(blocks_of(data, cuts)):
         found.add(start, block)
     assert found.result() == HashAndHead(None, oracle(data, PIECE, HEAD).head) == hash_head(data)
@@ -93,7 +93,7 @@ def test_the_head_alone(data: bytes, cuts: list[int]):
 def test_a_hash_that_is_not_complete_is_none():
     found = ContentHasher(200)
     found.add(0, bytes(70))
-    with pytest.raises(ValueError, match="before all bytes"):
+    with pytest.raises(ValueError, match="when all bytes were added"):
         found.result()
 
 

@@ -1,6 +1,11 @@
-"""`Box`: a half-open rectangle of integer coordinates, the only geometry in the library.
+"""`Box`: a rectangle of indices of a tensor.
 
-Everything that moves elements (slices, shards, chunks, copies) is said in boxes. A box of rank 0 holds exactly one point.
+Slices, shards, chunks and copies are all described by boxes. A box has a start and a stop for each
+dimension, and like a Python range it contains its start but not its stop:
+
+    Box((1, 2), (3, 5))     the elements [1:3, 2:5] of a matrix
+
+A box without dimensions contains exactly one point: the element of a scalar.
 """
 
 from __future__ import annotations
@@ -13,22 +18,42 @@ from holdfast.core.value import Value
 
 
 class Box(Value, frozen=True, gc=False):
-    """The points p with `start[d] <= p[d] < stop[d]` in every dimension d."""
+    """A rectangle of indices: the points p with `start[d] <= p[d] < stop[d]` in every dimension d.
+
+    Args:
+        start: The lowest index in each dimension.
+        stop: The index after the highest one in each dimension. The box is empty if it equals the
+            start in any dimension.
+
+    Raises:
+        ValueError: `start` and `stop` have different lengths, a start is negative, or a stop is
+            below its start.
+
+    >>> box = Box((1, 2), (3, 5))
+    >>> box.shape, box.count
+    ((2, 3), 6)
+    """
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        start, stop = self.start, self.stop
-        if len(start) != len(stop):
-            raise ValueError(f"a box needs as many starts as stops, got {start} and {stop}")
-        for a, b in zip(start, stop, strict=True):
-            if not 0 <= a <= b:
-                raise ValueError(f"a box needs 0 <= start <= stop, got {start} and {stop}")
+        if len(self.start) != len(self.stop):
+            raise ValueError(
+                f"a box needs as many starts as stops, got {self.start} and {self.stop}"
+            )
+        for start, stop in zip(self.start, self.stop, strict=True):
+            if not 0 <= start <= stop:
+                raise ValueError(
+                    f"a box needs 0 <= start <= stop, got {self.start} and {self.stop}"
+                )
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """The box of a whole tensor.
+        """Return the box of all elements of a tensor.
+
+        Args:
+            shape: The shape of the tensor.
 
         >>> Box.whole((2, 3))
         Box(start=(0, 0), stop=(2, 3))
@@ -37,106 +62,193 @@ class Box(Value, frozen=True, gc=False):
 
     @classmethod
     def from_offsets(cls, offsets: Sequence[int], sizes: Sequence[int]) -> Box:
-        """The box of the given sizes whose lowest corner is at the given offsets."""
+        """Return the box of a given size at a given position.
+
+        Args:
+            offsets: The start of the box in each dimension.
+            sizes: The length of the box in each dimension.
+
+        Raises:
+            ValueError: There are not as many offsets as sizes, or one of them is negative.
+
+        >>> Box.from_offsets((4, 0), (2, 3))
+        Box(start=(4, 0), stop=(6, 3))
+        """
         if len(offsets) != len(sizes):
             raise ValueError(
                 f"a box needs as many offsets as sizes, got {tuple(offsets)} and {tuple(sizes)}"
             )
-        return cls(tuple(offsets), tuple(o + s for o, s in zip(offsets, sizes, strict=True)))
+        stop = tuple(offset + size for offset, size in zip(offsets, sizes, strict=True))
+        return cls(tuple(offsets), stop)
 
     @property
     def rank(self) -> int:
+        """The number of dimensions."""
         return len(self.start)
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The length of the box in each dimension."""
         return tuple(map(sub, self.stop, self.start))
 
     @property
     def count(self) -> int:
+        """The number of elements in the box."""
         return math.prod(map(sub, self.stop, self.start))
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+        """The index that selects the box from an array: `array[box.slices]`."""
+        return tuple(map(slice, self.start, self.stop))
 
     def intersect(self, other: Box) -> Box | None:
-        """The points in both, or None when there are none.
+        """Return the box of the points that are in both boxes, or None if they share no point.
+
+        Args:
+            other: A box of the same rank.
+
+        Raises:
+            ValueError: The boxes have different ranks.
 
         >>> Box((0, 0), (4, 4)).intersect(Box((2, 3), (9, 9)))
         Box(start=(2, 3), stop=(4, 4))
         """
         if self.rank != other.rank:
-            raise ValueError(f"boxes of rank {self.rank} and {other.rank} do not meet")
-        start = tuple(map(max, self.start, other.start))
-        stop = tuple(map(min, self.stop, other.stop))
-        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            raise ValueError(f"cannot intersect boxes of rank {self.rank} and {other.rank}")
+        starts = tuple(map(max, self.start, other.start))
+        stops = tuple(map(min, self.stop, other.stop))
+        if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
             return None
-        return Box(start, stop)
+        return Box(starts, stops)
 
     def contains(self, other: Box) -> bool:
-        """Whether every point of `other` is in this box; an empty box is in every box of its rank."""
+        """Return whether every point of another box is in this one.
+
+        An empty box is contained in every box of its rank. A box of another rank never is.
+
+        >>> Box.whole((4, 4)).contains(Box((1, 1), (3, 4)))
+        True
+        """
         if self.rank != other.rank:
             return False
         if other.count == 0:
             return True
         return all(
-            a <= c and d <= b
-            for a, b, c, d in zip(self.start, self.stop, other.start, other.stop, strict=True)
+            start <= other_start and other_stop <= stop
+            for start, other_start, other_stop, stop in zip(
+                self.start, other.start, other.stop, self.stop, strict=True
+            )
         )
 
     def relative_to(self, origin: Sequence[int]) -> Box:
-        """This box in coordinates that begin at `origin`."""
+        """Return this box in coordinates that start at another point.
+
+        A box of a tensor becomes a box of a chunk, for example, if the origin is the start of the
+        chunk.
+
+        Args:
+            origin: The point that becomes zero. It must not be above the start of the box.
+
+        Raises:
+            ValueError: The origin is above the start in some dimension, or has another rank.
+
+        >>> Box((4, 2), (6, 3)).relative_to((4, 0))
+        Box(start=(0, 2), stop=(2, 3))
+        """
         return Box(
-            tuple(a - o for a, o in zip(self.start, origin, strict=True)),
-            tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
+            tuple(start - offset for start, offset in zip(self.start, origin, strict=True)),
+            tuple(stop - offset for stop, offset in zip(self.stop, origin, strict=True)),
         )
 
-    def split(self, axis: int, parts: int) -> Iterator[Box]:
-        """Cut into `parts` boxes along one axis, the larger ones first; parts that would be empty are left out.
+    def split(self, axis: int, count: int) -> Iterator[Box]:
+        """Cut the box along an axis into boxes of lengths that differ by at most one.
 
-        >>> [b.shape for b in Box.whole((5, 2)).split(0, 3)]
+        Args:
+            axis: The dimension to cut.
+            count: The number of boxes. If the axis is shorter than that, there are fewer, because
+                empty boxes are left out.
+
+        Yields:
+            The boxes in the order of their starts, the longer ones first.
+
+        >>> [box.shape for box in Box.whole((5, 2)).split(0, 3)]
         [(2, 2), (2, 2), (1, 2)]
         """
-        length, begin = self.shape[axis], self.start[axis]
-        base, extra = divmod(length, parts)
-        for i in range(parts):
-            size = base + (i < extra)
-            if size:
-                start, stop = list(self.start), list(self.stop)
-                start[axis], stop[axis] = begin, begin + size
-                begin += size
+        short_length, longer_count = divmod(self.shape[axis], count)
+        axis_start = self.start[axis]
+        for index in range(count):
+            length = short_length
+            if index < longer_count:
+                length += 1
+            if length:
+                start = list(self.start)
+                stop = list(self.stop)
+                start[axis] = axis_start
+                stop[axis] = axis_start + length
+                axis_start += length
                 yield Box(tuple(start), tuple(stop))
 
 
 def run_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The elements [start, stop) of a tensor in C order, as boxes: one after the other, at most 2 · rank − 1 of them.
+    """Return a run of consecutive elements of a tensor as boxes.
 
-    A run takes the rest of a row, then whole rows, then the beginning of a row; and so in each dimension.
+    A run of a matrix consists of the end of one row, some whole rows, and the start of another row.
+    In a tensor with more dimensions, each of the two partial rows is cut in the same way. So a run
+    has at most 2 · rank − 1 boxes.
 
-    >>> [box.slices for box in run_boxes((4, 3), 2, 10)]
-    [(slice(0, 1, None), slice(2, 3, None)), (slice(1, 3, None), slice(0, 3, None)), (slice(3, 4, None), slice(0, 1, None))]
+    Args:
+        shape: The shape of the tensor.
+        start: The index in C order of the first element.
+        stop: The index after that of the last element.
+
+    Returns:
+        The boxes, in the order of their elements. There is none if the run is empty.
+
+    Raises:
+        ValueError: The tensor does not have these elements.
+
+    >>> [box.slices for box in run_boxes((4, 3), 3, 10)]
+    [(slice(1, 3, None), slice(0, 3, None)), (slice(3, 4, None), slice(0, 1, None))]
     """
     if not 0 <= start <= stop <= math.prod(shape):
-        raise ValueError(f"a tensor of {tuple(shape)} has no elements {start} to {stop}")
-    return list(_run_boxes((), tuple(shape), start, stop)) if start < stop else []
+        raise ValueError(f"a tensor of shape {tuple(shape)} has no elements {start} to {stop}")
+    if start == stop:
+        return []
+    return list(_yield_run_boxes((), tuple(shape), start, stop))
 
 
-def _run_boxes(at: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The boxes of a run in the part of a tensor that lies `at` the given first coordinates."""
-    upper = tuple(n + 1 for n in at)
-    if start == 0 and stop == math.prod(shape):
-        yield Box((*at, *(0,) * len(shape)), (*upper, *shape))
+def _yield_run_boxes(
+    outer_index: tuple[int, ...], inner_shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[Box]:
+    """Yield the boxes of a run that lies inside of one subtensor.
+
+    Args:
+        outer_index: The position of the subtensor in the outer dimensions.
+        inner_shape: The shape of the subtensor, in the remaining dimensions.
+        start: The index in C order of the first element, counted in the subtensor.
+        stop: The index after that of the last element. The run is not empty.
+    """
+    outer_stop = tuple(index + 1 for index in outer_index)
+    if start == 0 and stop == math.prod(inner_shape):
+        zeros = (0,) * len(inner_shape)
+        yield Box(outer_index + zeros, outer_stop + inner_shape)
         return
-    row = math.prod(shape[1:])
-    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
-    if first == last:
-        yield from _run_boxes((*at, first), shape[1:], head, tail)
+
+    row_shape = inner_shape[1:]
+    row_count = math.prod(row_shape)
+    first_row, first_element = divmod(start, row_count)
+    last_row, last_element = divmod(stop, row_count)
+    if first_row == last_row:
+        row_index = (*outer_index, first_row)
+        yield from _yield_run_boxes(row_index, row_shape, first_element, last_element)
         return
-    if head:
-        yield from _run_boxes((*at, first), shape[1:], head, row)
-        first += 1
-    if first < last:
-        yield Box((*at, first, *(0,) * (len(shape) - 1)), (*upper, last, *shape[1:]))
-    if tail:
-        yield from _run_boxes((*at, last), shape[1:], 0, tail)
+
+    if first_element:
+        row_index = (*outer_index, first_row)
+        yield from _yield_run_boxes(row_index, row_shape, first_element, row_count)
+        first_row += 1
+    if first_row < last_row:
+        zeros = (0,) * len(row_shape)
+        yield Box((*outer_index, first_row, *zeros), (*outer_stop, last_row, *row_shape))
+    if last_element:
+        yield from _yield_run_boxes((*outer_index, last_row), row_shape, 0, last_element)

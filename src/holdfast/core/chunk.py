@@ -1,14 +1,18 @@
-"""`Storage` and `Chunk`: where the elements of a tensor lie.
+"""`Storage` and `Chunk`: where the elements of a tensor are stored.
 
-A storage is a range of bytes in one file that its writer treated as a unit: a zip record, a block of a legacy stream, the
-bytes of one safetensors tensor. It knows its home, the store that has the file, so that two storages are equal when they are the
-same bytes: `core/sharing.py` builds on that. A chunk places the elements of one box of one tensor inside a storage:
+A storage is a range of bytes in one file that its writer treated as a unit: a record of a zip
+archive, a block of a legacy stream, or the bytes of one safetensors tensor. Two storages are equal
+if they are the same bytes of the same store. This is how tied tensors are recognized
+(`core/sharing.py`).
 
-    element p of the box is at bit   offset + Σ (p[d] − box.start[d]) · strides[d]    of the storage
+A chunk contains the elements of one box of one tensor. Most tensors have one chunk. A tensor that
+several ranks saved has one for each shard. Offsets and strides of a chunk are counted in bits, so
+that types of 4 and 6 bits need no special treatment. The element p of the box is stored at
 
-Offsets and strides are counted in bits, so that packed 4- and 6-bit types need no second mechanism; for every other type they
-are multiples of 8. Strides may be 0 (an expanded view), negative (a reversed slice) or smaller than an element's row (windows
-that overlap): a chunk is read-only, so none of that matters.
+    bit   offset + Σ (p[d] − box.start[d]) · strides[d]   of the storage
+
+Strides may be 0 (an expanded tensor), negative (a reversed slice), or smaller than the elements
+that they skip (windows that overlap). This does no harm, because nothing is written to a chunk.
 """
 
 from __future__ import annotations
@@ -21,51 +25,64 @@ from holdfast.core.value import Value, replace
 
 
 class StorageRange(Value, frozen=True):
-    """A range of bytes in one file, and what is known of it: all of a storage but its home."""
+    """A range of bytes in one file that a writer treated as a unit: a `Storage` without its store."""
 
     key: str
-    """The file, as its store names it."""
+    """The name of the file in its store."""
     start: int
+    """The offset of the first byte in the file."""
     nbytes: int
     byteorder: str = "little"
-    """`little` or `big`."""
+    """The byte order of the elements, `little` or `big`."""
     crc32: int | None = None
-    """CRC-32 of the bytes as they lie in the file, where the file records it."""
+    """The CRC-32 of the bytes as they are in the file, or None if the file does not record it."""
     location: str = ""
-    """The device that the writer had it on (`cpu`, `cuda:3`), where the file says so."""
+    """The device of the tensor when it was saved (`cpu`, `cuda:3`). Empty if it is not recorded."""
     label: str = ""
-    """What the file calls it (`data/17`), for messages."""
+    """The name of the storage in the file (`data/17`), for messages."""
 
 
 class Storage(StorageRange, frozen=True, kw_only=True, eq=False):
-    """A range of bytes in one file, written as a unit. Two tensors share memory when their storages are equal."""
+    """A range of bytes of a file in a store. Tensors share memory if their storages are equal.
+
+    Storages are equal if key, start, size, byte order and checksum are equal and the store is the
+    same object. The location and the label are not compared.
+    """
 
     home: object
-    """The store that has the file. Nothing is asked of it but whether it is the same object: two stores may use one key."""
+    """The store that has the file. It is only compared, because two stores may use the same key."""
 
     def with_home(self, home: object) -> Storage:
-        """This range in another home, which has the same file."""
+        """Return the same range of the same file in another store.
+
+        Args:
+            home: The store of the result.
+        """
         return replace(self, home=home)
 
     @property
     def ranges(self) -> tuple[tuple[str, int, int], ...]:
-        """The files and bytes that hold it, `(key, start, stop)` each, without asking them: what frames it may be among those."""
+        """The bytes of files that contain the storage, as `(key, start, stop)`. Reads no file.
+
+        A subclass may return several ranges, or one that includes the frame around its bytes.
+        """
         return ((self.key, self.start, self.start + self.nbytes),)
 
     @property
     def copies(self) -> int:
-        """How many places hold it, where a reader compares several that must be equal."""
+        """The number of files that contain the bytes. Readers compare them if there are several."""
         return 1
 
     def __repr__(self) -> str:
-        fields = (
-            f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "home"
-        )
-        return f"{type(self).__name__}({', '.join(fields)})"
-
-    # A device or a name is no part of it: the memory is the same. A checksum is: where two differ, both are checked.
+        field_names = [name for name in self.__struct_fields__ if name != "home"]
+        fields = ", ".join(f"{name}={getattr(self, name)!r}" for name in field_names)
+        return f"{type(self).__name__}({fields})"
 
     def __eq__(self, other: object) -> bool:
+        """Compare everything but location and label, which do not change the bytes.
+
+        Checksums are compared so that both are checked if two references to the same bytes disagree.
+        """
         if not isinstance(other, Storage):
             return NotImplemented
         return (
@@ -77,21 +94,29 @@ class Storage(StorageRange, frozen=True, kw_only=True, eq=False):
             and self.byteorder == other.byteorder
         )
 
-    __ne__ = object.__ne__  # a struct's own would compare otherwise
+    # msgspec defines `__ne__` for structs, which would not call the `__eq__` above.
+    __ne__ = object.__ne__
 
     def __hash__(self) -> int:
         return hash((id(self.home), self.key, self.start, self.nbytes))
 
 
 class Chunk(Value, frozen=True):
-    """One stored piece of one tensor. See the module's docstring for the formula."""
+    """The elements of one box of a tensor, and where they are in a storage.
+
+    The element p of the box is stored at bit `offset + Σ (p[d] − box.start[d]) · strides[d]`.
+
+    Raises:
+        ValueError: There are not as many strides as the box has dimensions.
+    """
 
     box: Box
+    """The indices of the elements in the tensor."""
     storage: Storage
     offset: int
-    """Bit of the storage where the lowest corner of the box lies."""
+    """The bit of the storage where the first element of the box starts."""
     strides: tuple[int, ...]
-    """Bits from one element to the next, a dimension each."""
+    """The bits from one element to the next, in each dimension."""
 
     def __post_init__(self) -> None:
         if len(self.strides) != len(self.box.start):
@@ -101,70 +126,118 @@ class Chunk(Value, frozen=True):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the box."""
         return self.box.shape
 
     def with_storage(self, storage: Storage) -> Chunk:
-        """A chunk at the same place of another storage."""
+        """Return a chunk with the same box, offset and strides in another storage.
+
+        Args:
+            storage: The storage of the result.
+        """
         return Chunk(self.box, storage, self.offset, self.strides)
 
     def narrow(self, box: Box) -> Chunk:
-        """The part of this chunk that covers `box`, which must lie inside."""
+        """Return the elements of a smaller box as a chunk.
+
+        Args:
+            box: A box inside of the chunk's box, in the coordinates of the tensor.
+
+        Raises:
+            ValueError: The box is not inside of the chunk's box.
+        """
         if not self.box.contains(box):
             raise ValueError(f"{box} is not inside {self.box}")
-        moved = sum(
-            (a - b) * s for a, b, s in zip(box.start, self.box.start, self.strides, strict=True)
-        )
-        return Chunk(box, self.storage, self.offset + moved, self.strides)
+        offset = self.offset
+        for start, old_start, stride in zip(box.start, self.box.start, self.strides, strict=True):
+            offset += (start - old_start) * stride
+        return Chunk(box, self.storage, offset, self.strides)
 
     def byte_range(self, dtype: DType) -> tuple[int, int]:
-        """First byte and the byte after the last one that this chunk touches, relative to its storage; (0, 0) if empty."""
+        """Return which bytes of its storage the chunk spans.
+
+        Args:
+            dtype: The dtype of the tensor.
+
+        Returns:
+            The offset of the first byte, and the offset after the last byte. Both are 0 for a
+            chunk without elements.
+        """
         if self.box.count == 0:
-            return (0, 0)
-        low = high = self.offset
-        for n, s in zip(self.shape, self.strides, strict=True):
-            if s < 0:
-                low += (n - 1) * s
+            return 0, 0
+        first_bit = self.offset
+        last_bit = self.offset
+        for length, stride in zip(self.shape, self.strides, strict=True):
+            # With a negative stride, the last element of an axis has the lowest offset.
+            if stride < 0:
+                first_bit += (length - 1) * stride
             else:
-                high += (n - 1) * s
-        return low // 8, (high + dtype.bits + 7) // 8
+                last_bit += (length - 1) * stride
+        return first_bit // 8, (last_bit + dtype.bits + 7) // 8
 
 
 def c_strides(shape: Sequence[int], bits: int) -> tuple[int, ...]:
-    """Strides, in bits, of a C-ordered array without gaps.
+    """Return the strides of a C-ordered array without gaps.
+
+    Args:
+        shape: The shape of the array.
+        bits: The size of an element. The strides are in the same unit.
 
     >>> c_strides((2, 3, 4), 32)
     (384, 128, 32)
     """
     strides = []
-    for n in reversed(shape):
-        strides.append(bits)
-        bits *= n or 1
+    stride = bits
+    for length in reversed(shape):
+        strides.append(stride)
+        # Like numpy and torch, treat an axis without elements as if it had one.
+        stride *= length or 1
     return tuple(reversed(strides))
 
 
-def has_overlapping_elements(shape: Sequence[int], strides: Sequence[int], width: int = 1) -> bool:
-    """Whether two elements of a width may lie in one place: an expanded tensor, or windows that overlap.
+def has_overlapping_elements(
+    shape: Sequence[int], strides: Sequence[int], itemsize: int = 1
+) -> bool:
+    """Return whether two elements of an array may share bytes.
 
-    >>> has_overlapping_elements((2, 3), (3, 1)), has_overlapping_elements((2, 3), (0, 1)), has_overlapping_elements((3, 2), (1, 1))
-    (False, True, True)
+    They do in an expanded tensor, where a stride is 0, and in windows that overlap. The result may
+    also be true for unusual strides that interleave axes without a collision.
+
+    Args:
+        shape: The shape of the array.
+        strides: The distance from one element to the next in each dimension. None is negative.
+        itemsize: The size of an element, in the unit of the strides.
+
+    >>> has_overlapping_elements((2, 3), (3, 1)), has_overlapping_elements((2, 3), (0, 1))
+    (False, True)
     """
-    for n, stride in sorted(zip(shape, strides, strict=True), key=lambda pair: pair[1]):
-        if n > 1:
-            if stride < width:
+    # From the smallest stride to the largest: each must step over all that the smaller ones span.
+    span = itemsize
+    for stride, length in sorted(zip(strides, shape, strict=True)):
+        if length > 1:
+            if stride < span:
                 return True
-            width += stride * (n - 1)
+            span += stride * (length - 1)
     return False
 
 
 def is_c_ordered(shape: Sequence[int], strides: Sequence[int], bits: int) -> bool:
-    """Whether elements of this many bits follow each other in C order without gaps. The stride of a single row does not matter.
+    """Return whether elements follow each other in C order without gaps.
 
-    >>> is_c_ordered((2, 3), (96, 32), 32), is_c_ordered((2, 1, 3), (96, 7, 32), 32), is_c_ordered((2, 3), (32, 64), 32)
-    (True, True, False)
+    The stride of an axis of length 1 does not matter.
+
+    Args:
+        shape: The shape of an array.
+        strides: Its strides, in bits.
+        bits: The size of an element.
+
+    >>> is_c_ordered((2, 1, 3), (96, 7, 32), 32), is_c_ordered((2, 3), (32, 64), 32)
+    (True, False)
     """
-    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if n > 1:
-            if stride != bits:
+    expected_stride = bits
+    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if length > 1:
+            if stride != expected_stride:
                 return False
-            bits *= n
+            expected_stride *= length
     return True

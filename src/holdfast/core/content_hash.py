@@ -1,18 +1,20 @@
-"""`ContentHasher`: what identifies the bytes of a chunk, in 128 bits, from blocks that come in any order and from any thread.
+"""`ContentHasher`: a 128-bit hash of bytes that arrive in any order and from any thread.
 
-CRC-32 says that bytes are damaged. It cannot say that they are the same: among 100,000 tensors two have one CRC by chance. So a
-manifest also records (docs/design/021):
+A CRC-32 detects damage, but it does not identify content: of 100,000 tensors, two are likely to
+have the same CRC by chance. A manifest therefore also records (docs/design/021):
 
-    hash    "xxh3-128/1MiB"     up to 1 MiB: XXH3-128 of the bytes
-                                more: XXH3-128 of the length (8 bytes, little-endian) and the XXH3-128 of each MiB, in order;
-                                each as 16 bytes, the highest first
-    head    CRC-32              of the first 64 KiB, where there are more than that
+    hash    "xxh3-128/1MiB"   of up to 1 MiB: the XXH3-128 of the bytes
+                              of more: the XXH3-128 of the size (8 bytes, little-endian), followed
+                              by the XXH3-128 of each MiB in order, as 16 bytes, big-endian
+    head    CRC-32            of the first 64 KiB, if there are more bytes than that
 
-Blocks have a fixed size, so several threads can hash the bytes of one tensor. The head answers the common case, everything
-changed, after 64 KiB. It only ever says *different*. A tensor that changed has a head and no hash; it gets one when its head
-stays the same.
+Because blocks have a fixed size, several threads can hash one tensor. The head is for the most
+common case, that everything has changed: it shows a difference after 64 KiB, but never proves that
+two tensors are equal. A tensor whose head changed is saved without computing its hash. It gets one
+when a later save finds its head unchanged.
 
-XXH3 is no cryptographic hash: it finds changes, not forgeries. Whoever can choose the weights of a run can write its files, too.
+XXH3 is not a cryptographic hash. It detects changes, not forgeries: whoever can choose the weights
+of a run can also write its files.
 """
 
 from __future__ import annotations
@@ -27,119 +29,155 @@ from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_intdigest
 from holdfast.core.crc import BlockCrcs, crc32
 
 HASH = "xxh3-128/1MiB"
-HASH_BLOCK_NBYTES = (
-    1 << 20
-)  # A cache full, which a thread holds when it writes; smaller blocks would be more calls.
-HEAD_NBYTES = (
-    64 << 10
-)  # Enough that a step of an optimizer shows in it, and a fraction of a percent of a large tensor.
+"""The name of the hash in manifests."""
+
+HASH_BLOCK_NBYTES = 1 << 20
+"""The block of the hash. It fits into a core's cache, and a writing thread has that much at once.
+Smaller blocks would need more calls."""
+
+HEAD_NBYTES = 64 << 10
+"""The size of the head. A step of an optimizer changes it almost certainly, and it is less than a
+percent of a large tensor."""
+
 Bytes = bytes | bytearray | memoryview
 
 
 class HashAndHead(NamedTuple):
-    """The hash of some bytes, and their head. A tuple, since a hundred thousand of them are made several times in a save."""
+    """The hash and the head of some bytes, as the module's docstring defines them.
 
-    hash: int | None  # None where only the head is known.
-    head: int | None  # None where they are not more than a head.
+    A named tuple, because a save makes several for each of 100,000 tensors.
+    """
+
+    hash: int | None
+    """None if only the head is known."""
+    head: int | None
+    """None if there are not more bytes than a head has."""
 
 
 def hash_head(data: Bytes) -> HashAndHead:
-    """The head alone of bytes that are all here, and more than a head."""
+    """Return only the head of bytes, of which there are more than `HEAD_NBYTES`."""
     return HashAndHead(None, crc32(memoryview(data)[:HEAD_NBYTES]))
 
 
 def hash_bytes(data: Bytes) -> HashAndHead:
-    """The hash of bytes that are all here.
+    """Return the hash and the head of bytes that are all in memory.
 
     >>> f"{hash_bytes(b'holdfast').hash:032x}"
     'd725ef720e130d9fdf1a3c122ca59e45'
     """
     view = memoryview(data)
-    if (
-        view.nbytes <= HASH_BLOCK_NBYTES
-    ):  # nearly all tensors are small, and most of their time goes to calls
-        return HashAndHead(
-            xxh3_128_intdigest(view),
-            crc32(view[:HEAD_NBYTES]) if view.nbytes > HEAD_NBYTES else None,
-        )
-    whole = ContentHasher(view.nbytes)
-    whole.add(0, view)
-    return whole.result()
+    if view.nbytes > HASH_BLOCK_NBYTES:
+        hasher = ContentHasher(view.nbytes)
+        hasher.add(0, view)
+        return hasher.result()
+
+    # Nearly all tensors are this small, and spend most of their time on calls.
+    head = None
+    if view.nbytes > HEAD_NBYTES:
+        head = crc32(view[:HEAD_NBYTES])
+    return HashAndHead(xxh3_128_intdigest(view), head)
 
 
 def hash_small_pieces(pieces: Iterable[Bytes]) -> list[int]:
-    """The hashes of pieces that are no longer than a head: one call each, since that is what small tensors cost."""
+    """Return the hash of each piece. Pieces are not larger than a head, so they have none."""
     return [xxh3_128_intdigest(piece) for piece in pieces]
 
 
 class _OpenBlock(Struct):
-    seen: xxh3_128 = field(default_factory=xxh3_128)
-    nbytes: int = 0
-    """How many of its first bytes are in the hash."""
-    later: dict[int, bytes] = field(default_factory=dict)
-    """What came before its turn, by its place in the block: copies, since the memory is lent."""
+    """A block of which some bytes were added, but not yet all."""
+
+    hasher: xxh3_128 = field(default_factory=xxh3_128)
+    hashed_nbytes: int = 0
+    """How many bytes from the start of the block were hashed."""
+    waiting: dict[int, bytes] = field(default_factory=dict)
+    """Bytes behind a gap, by their offset in the block. These are copies, because the memory of
+    the caller may change after `add`."""
 
 
 class ContentHasher:
-    """The hash of `nbytes` bytes. `add` every byte once, in blocks of any length and order, from any thread; then it is `done`. Not
-    `whole`: the head alone."""
+    """Computes the hash of bytes that are added in pieces of any size and order, from any thread.
 
-    __slots__ = ("_digests", "_head", "_lock", "_nbytes", "_open", "_whole")
+    Args:
+        nbytes: How many bytes there are in total. Each must be added exactly once.
+        needs_hash: Whether to compute the hash. Otherwise only the head is computed.
+    """
 
-    def __init__(self, nbytes: int, *, whole: bool = True) -> None:
+    __slots__ = ("_block_digests", "_head_crcs", "_lock", "_nbytes", "_needs_hash", "_open_blocks")
+
+    def __init__(self, nbytes: int, *, needs_hash: bool = True) -> None:
         self._nbytes = nbytes
-        self._whole = whole
-        self._digests: list[bytes | None] = [None] * max(-(-nbytes // HASH_BLOCK_NBYTES), 1)
-        self._open: dict[int, _OpenBlock] = {}
-        self._head = BlockCrcs()
+        self._needs_hash = needs_hash
+        block_count = max(-(-nbytes // HASH_BLOCK_NBYTES), 1)
+        self._block_digests: list[bytes | None] = [None] * block_count
+        self._open_blocks: dict[int, _OpenBlock] = {}
+        self._head_crcs = BlockCrcs()
         self._lock = threading.Lock()
+        if not nbytes:
+            self._block_digests[0] = xxh3_128_digest(b"")
 
     def add(self, start: int, data: Bytes) -> None:
+        """Add a piece.
+
+        Args:
+            start: The offset of the piece.
+            data: The bytes of the piece. The memory may be used again after the call.
+        """
         view = memoryview(data)
         stop = start + view.nbytes
         if start < HEAD_NBYTES < self._nbytes:
-            self._head.add(start, view[: HEAD_NBYTES - start])
-        at = start if self._whole else stop
-        while at < stop:
-            number, inside = divmod(at, HASH_BLOCK_NBYTES)
-            end = min((number + 1) * HASH_BLOCK_NBYTES, self._nbytes)
-            block = view[at - start : min(end, stop) - start]
-            if not inside and stop >= end:
-                self._digests[number] = xxh3_128_digest(block)
+            self._head_crcs.add(start, view[: HEAD_NBYTES - start])
+        if not self._needs_hash:
+            return
+
+        position = start
+        while position < stop:
+            block_index, block_offset = divmod(position, HASH_BLOCK_NBYTES)
+            block_stop = min((block_index + 1) * HASH_BLOCK_NBYTES, self._nbytes)
+            next_position = min(block_stop, stop)
+            block_bytes = view[position - start : next_position - start]
+            if block_offset == 0 and next_position == block_stop:
+                # The piece contains the whole block. Threads hash such blocks in parallel.
+                self._block_digests[block_index] = xxh3_128_digest(block_bytes)
             else:
                 with self._lock:
-                    self._add_to_open_block(number, inside, block)
-            at += block.nbytes
+                    self._add_to_open_block(block_index, block_offset, block_bytes)
+            position = next_position
 
-    def _add_to_open_block(self, number: int, inside: int, block: memoryview) -> None:
-        open_block = self._open.setdefault(number, _OpenBlock())
-        if inside != open_block.nbytes:
-            open_block.later[inside] = bytes(block)
+    def _add_to_open_block(self, block_index: int, block_offset: int, data: memoryview) -> None:
+        """Hash bytes of a block if all bytes before them were hashed, otherwise keep a copy."""
+        open_block = self._open_blocks.setdefault(block_index, _OpenBlock())
+        if block_offset != open_block.hashed_nbytes:
+            open_block.waiting[block_offset] = bytes(data)
             return
-        while True:
-            open_block.seen.update(block)
-            open_block.nbytes += len(block)
-            if open_block.nbytes not in open_block.later:
-                break
-            block = memoryview(open_block.later.pop(open_block.nbytes))
-        if open_block.nbytes == min(HASH_BLOCK_NBYTES, self._nbytes - number * HASH_BLOCK_NBYTES):
-            self._digests[number] = open_block.seen.digest()
-            del self._open[number]
+
+        open_block.hasher.update(data)
+        open_block.hashed_nbytes += len(data)
+        while open_block.hashed_nbytes in open_block.waiting:
+            next_bytes = open_block.waiting.pop(open_block.hashed_nbytes)
+            open_block.hasher.update(next_bytes)
+            open_block.hashed_nbytes += len(next_bytes)
+
+        block_nbytes = min(HASH_BLOCK_NBYTES, self._nbytes - block_index * HASH_BLOCK_NBYTES)
+        if open_block.hashed_nbytes == block_nbytes:
+            self._block_digests[block_index] = open_block.hasher.digest()
+            del self._open_blocks[block_index]
 
     def result(self) -> HashAndHead:
-        """The hash, when all bytes have come. Raises `ValueError` where some have not."""
-        if not self._whole:
-            return HashAndHead(None, self._head.crc32())
-        digests = (
-            [xxh3_128_digest(b"")]
-            if not self._nbytes
-            else [digest for digest in self._digests if digest is not None]
-        )
-        if len(digests) != len(self._digests):
-            raise ValueError("a hash was asked for before all bytes had come")
-        head = self._head.crc32() if self._nbytes > HEAD_NBYTES else None
-        if len(digests) == 1:
-            return HashAndHead(int.from_bytes(digests[0], "big"), head)
-        return HashAndHead(
-            xxh3_128_intdigest(self._nbytes.to_bytes(8, "little") + b"".join(digests)), head
-        )
+        """Return the hash and the head.
+
+        Raises:
+            ValueError: Some bytes were not added.
+        """
+        head = None
+        if self._nbytes > HEAD_NBYTES:
+            head = self._head_crcs.crc32()
+        if not self._needs_hash:
+            return HashAndHead(None, head)
+
+        block_digests = [digest for digest in self._block_digests if digest is not None]
+        if len(block_digests) != len(self._block_digests):
+            raise ValueError("a content hash is only known when all bytes were added")
+        if len(block_digests) == 1:
+            return HashAndHead(int.from_bytes(block_digests[0], "big"), head)
+        nbytes_and_digests = self._nbytes.to_bytes(8, "little") + b"".join(block_digests)
+        return HashAndHead(xxh3_128_intdigest(nbytes_and_digests), head)

@@ -245,7 +245,9 @@ def _hashed(
     """What `pieces` of tensors, each under the name of its tensor, say of each: its hash, or its head alone."""
     from holdfast.core.content_hash import ContentHasher
 
-    contents = {name: ContentHasher(tensor.nbytes, whole=whole) for name, tensor in tensors.items()}
+    contents = {
+        name: ContentHasher(tensor.nbytes, needs_hash=whole) for name, tensor in tensors.items()
+    }
 
     def add(some: Sequence[tuple[str, ContiguousBlock]]) -> None:
         for name, piece in some:

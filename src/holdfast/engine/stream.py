@@ -290,7 +290,7 @@ def _write_hashed(target: Writer, segment: Data, blocks: Iterator[memoryview]) -
     label = segment.label
     if not segment.hashing:
         return {label: _write_data(target, segment, blocks)}
-    through = _Hashing(target, ContentHasher(segment.nbytes, whole=segment.hashing == "hash"))
+    through = _Hashing(target, ContentHasher(segment.nbytes, needs_hash=segment.hashing == "hash"))
     crc, found = _write_data(through, segment, blocks), through.hashed.result()
     return {label: crc, label + HASH_KEY: found.hash or 0, label + HEAD_KEY: found.head or 0}
 

@@ -165,7 +165,7 @@ class FileSums(Struct):
                 if hasher is None:
                     # Several threads may do this at once. `setdefault` keeps the first hash.
                     hasher = self.block_hashes.setdefault(
-                        label, ContentHasher(segment.nbytes, whole=segment.hashing == "hash")
+                        label, ContentHasher(segment.nbytes, needs_hash=segment.hashing == "hash")
                     )
                 hasher.add(start, data)
 
