@@ -37,7 +37,7 @@ def test_pairs_are_those_of_equal_names(source, target, data):
     found = match_rows(rows, kind, target, own, judge)
     pairs = [(rows[name], number) for number, name in enumerate(target) if name in rows]
     fitting = [(row, number) for row, number in pairs if kind[row] == own[number]]
-    assert list(zip(found.source, found.target, strict=True)) == fitting
+    assert list(zip(found.rows, found.destinations, strict=True)) == fitting
     assert found.missing == [number for number, name in enumerate(target) if name not in source]
     assert found.refused == {
         n: f"{kind[row]} is not {own[n]}" for row, n in pairs if kind[row] != own[n]
@@ -102,14 +102,17 @@ def test_parts_hold_what_numpy_cuts(tensors, data):
             None if data.draw(st.booleans()) else boxes_of([data.draw(cuts(n)) for n in shape])
         )
     met = find_overlaps(table, rows, wanted)
-    assert met.pairs == sorted(met.pairs)
-    ranged = [pair for at, pair in enumerate(met.pairs) if at not in met.parts]
+    assert met.pair_indices == sorted(met.pair_indices)
+    ranged = [pair for at, pair in enumerate(met.pair_indices) if at not in met.tensors]
     for pair in ranged:
         row = rows[pair]
         assert wanted[pair] is None
         (piece,) = table.read_bytes([row])
         assert bytes(piece) == tensors[row][0].tobytes()
-    given_parts = {(met.pairs[at], met.boxes[at]): part.numpy() for at, part in met.parts.items()}
+    given_parts = {
+        (met.pair_indices[at], met.box_indices[at]): part.numpy()
+        for at, part in met.tensors.items()
+    }
     for pair, row in enumerate(rows):
         if pair in ranged:
             continue

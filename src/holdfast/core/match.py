@@ -1,12 +1,11 @@
-"""`match_rows` and `find_overlaps`: which rows of a checkpoint go to which tensors of a target, and which
-bytes of each. Nothing is read.
+"""Decides which rows of a checkpoint fill which tensors of a model. Reads no data.
 
-    match      names of both sides            pairs of rows; what is missing, what is left, what does not fit
-    meet       boxes of both sides            rows that are one range each; parts as lazy tensors, each with its box
+1. `match_rows` pairs rows with destinations by name, and checks that each pair fits.
+2. `find_overlaps` cuts each pair at the boxes of its destination, which may be a shard.
 
-A target has many tensors of few kinds, as a table has. So whether one fits is judged once for each pair of kinds. A whole tensor
-that is all bytes of one storage costs no object. Anything else is met box by box (`Met.parts`): resharding, slices and copies
-alike.
+A model may have very many tensors, but they are of few kinds: dtypes, shapes and strides. So it is
+checked once for each pair of kinds whether they fit. If a destination takes a whole row whose bytes
+are one range, no object is made for it. All other rows become lazy tensors, one for each box.
 """
 
 from __future__ import annotations
@@ -19,95 +18,121 @@ from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 
-T = TypeVar("T", bound=Hashable)
+KindT = TypeVar("KindT", bound=Hashable)
+"""What the caller uses as the kind of a destination."""
 
 
 class RowMatches(Value, frozen=True):
-    """Rows of a source and of a target that belong together, and those that have no counterpart."""
+    """Rows of a checkpoint and the destinations of the same name. Destinations are given by index."""
 
-    source: list[int]
-    target: list[int]
-    missing: list[int]  # Rows of the target whose name the source does not have.
-    refused: dict[
-        int, str
-    ]  # Rows of the target that cannot have what the source has under their name, each with the reason.
+    rows: list[int]
+    """The rows that fit their destination."""
+    destinations: list[int]
+    """The destination of each of these rows."""
+    missing: list[int]
+    """The destinations whose names the checkpoint does not have."""
+    refused: dict[int, str]
+    """The destinations that do not fit the row with their name, and the reason for each."""
 
 
 class Overlaps(Value, frozen=True):
-    """Where both sides overlap: in each place a box of a target, and the elements of a source that belong there."""
+    """The boxes of destinations, and the elements of a checkpoint that belong in each of them."""
 
-    pairs: list[int]
-    """The number of the pair of each, in order."""
-    boxes: list[int]
-    """Which of the boxes of its target each is."""
-    parts: dict[int, LazyTensor]
-    """By position, the elements as a lazy tensor of the shape of the box: its chunks say which bytes of the source lie where in it.
-    Where there is none, the bytes of the source are one range, and all of the target."""
+    pair_indices: list[int]
+    """For each box, which pair of a row and a destination it belongs to, in ascending order."""
+    box_indices: list[int]
+    """For each box, its position among the boxes of its destination."""
+    tensors: dict[int, LazyTensor]
+    """The elements for a box, by the position of the box in the lists above. If there is no entry,
+    the box is a whole destination, and its elements are a row whose bytes are one range."""
 
 
 def match_rows(
-    rows: Mapping[str, int],
-    kind: Sequence[int],
-    names: Sequence[str],
-    kinds: Sequence[T],
-    judge: Callable[[int, T], str | None],
+    row_indices: Mapping[str, int],
+    kind_indices: Sequence[int],
+    destination_names: Sequence[str],
+    destination_kinds: Sequence[KindT],
+    find_problem: Callable[[int, KindT], str | None],
 ) -> RowMatches:
-    """Match rows of a source with those of a target by name.
+    """Match rows of a checkpoint with destinations of the same name.
 
-    `rows` gives the row of a name of the source, `kind` the kind of a row. The target has a name and a kind of its own a row;
-    `judge` says why a target of a kind cannot have a source of a kind, or None, and is asked once for each pair of kinds.
+    Args:
+        row_indices: The row of each name in the checkpoint.
+        kind_indices: The kind of each row.
+        destination_names: The name of each destination.
+        destination_kinds: The kind of each destination.
+        find_problem: Returns why a row of a kind does not fit a destination of a kind, or None if
+            it fits. It is called once for each pair of kinds.
 
-    >>> match_rows({"a": 0, "b": 1}, [5, 6], ["b", "c"], ["x", "x"], lambda source, target: None)
-    Matched(source=[1], target=[0], missing=[1], refused={})
+    >>> matches = match_rows({"a": 0, "b": 1}, [5, 6], ["b", "c"], ["x", "x"], lambda a, b: None)
+    >>> matches.rows, matches.destinations, matches.missing
+    ([1], [0], [1])
     """
-    source: list[int] = []
-    target: list[int] = []
+    matched_rows: list[int] = []
+    matched_destinations: list[int] = []
     missing: list[int] = []
     refused: dict[int, str] = {}
-    judged: dict[tuple[int, T], str | None] = {}
-    for number, (row, own) in enumerate(zip(map(rows.get, names), kinds, strict=True)):
+    problems: dict[tuple[int, KindT], str | None] = {}
+    rows = map(row_indices.get, destination_names)
+    for index, (row, kind) in enumerate(zip(rows, destination_kinds, strict=True)):
         if row is None:
-            missing.append(number)
+            missing.append(index)
             continue
-        pair = kind[row], own
-        try:
-            problem = judged[pair]
-        except KeyError:
-            problem = judged[pair] = judge(*pair)
+
+        kinds = kind_indices[row], kind
+        if kinds not in problems:
+            problems[kinds] = find_problem(*kinds)
+        problem = problems[kinds]
         if problem is None:
-            source.append(row)
-            target.append(number)
+            matched_rows.append(row)
+            matched_destinations.append(index)
         else:
-            refused[number] = problem
-    return RowMatches(source, target, missing, refused)
+            refused[index] = problem
+    return RowMatches(matched_rows, matched_destinations, missing, refused)
 
 
 def find_overlaps(
     table: Table,
     rows: Sequence[int],
-    boxes: Sequence[Sequence[Box] | None],
-    given: Mapping[int, LazyTensor] | None = None,
+    destination_boxes: Sequence[Sequence[Box] | None],
+    replacements: Mapping[int, LazyTensor] | None = None,
 ) -> Overlaps:
-    """Where rows of a source meet the boxes of their targets. `None` in the place of boxes is all of a tensor, in its own shape.
-    `given` has tensors that take the place of the row of their pair: it is seen in another shape, or is no row. Boxes that have no
-    elements are left out."""
-    whole, kind, irregular = (
-        [kind.is_whole for kind in table.kinds],
-        table.kind_indices,
-        table.irregular,
-    )
-    found, given = Overlaps([], [], {}), given or {}
-    for pair, (row, cut) in enumerate(zip(rows, boxes, strict=True)):
-        if cut is None and pair not in given and whole[kind[row]] and row not in irregular:
-            found.pairs.append(pair)
-            found.boxes.append(0)
-            continue
-        tensor = given[pair] if pair in given else table.lazy_tensor(row)
-        for number, box in enumerate((Box.whole(tensor.shape),) if cut is None else cut):
-            if box.count:
-                found.parts[len(found.pairs)] = (
-                    tensor if box.shape == tensor.shape else tensor[box.slices]
-                )
-                found.pairs.append(pair)
-                found.boxes.append(number)
-    return found
+    """Find the elements of a checkpoint for each box of the destinations.
+
+    Args:
+        table: The tensors of the checkpoint.
+        rows: The row of each pair of a row and a destination.
+        destination_boxes: For each pair, the boxes of the tensor that the destination holds. None
+            if it holds the whole tensor. Boxes without elements are left out of the result.
+        replacements: Tensors to use instead of the row of a pair, by the index of the pair. They
+            are rows in another shape, or tensors that are not in the table.
+
+    Returns:
+        The boxes in the order of the pairs.
+    """
+    if replacements is None:
+        replacements = {}
+    is_whole = [kind.is_whole for kind in table.kinds]
+    overlaps = Overlaps([], [], {})
+    for pair_index, (row, boxes) in enumerate(zip(rows, destination_boxes, strict=True)):
+        tensor = replacements.get(pair_index)
+        if tensor is None:
+            is_one_range = is_whole[table.kind_indices[row]] and row not in table.irregular
+            if boxes is None and is_one_range:
+                overlaps.pair_indices.append(pair_index)
+                overlaps.box_indices.append(0)
+                continue
+            tensor = table.lazy_tensor(row)
+
+        if boxes is None:
+            boxes = [Box.whole(tensor.shape)]
+        for box_index, box in enumerate(boxes):
+            if box.count == 0:
+                continue
+            elements = tensor
+            if box.shape != tensor.shape:
+                elements = tensor[box.slices]
+            overlaps.tensors[len(overlaps.pair_indices)] = elements
+            overlaps.pair_indices.append(pair_index)
+            overlaps.box_indices.append(box_index)
+    return overlaps

@@ -1,7 +1,8 @@
-"""Names in the order in which people read them: `layers.2` before `layers.10`.
+"""Natural sorting: names in the order in which people read them, `layers.2` before `layers.10`.
 
-A run of digits counts as a number of any length. No integer is made of it, so a hostile name of a million digits costs what its
-characters do. What a program reads (`Checkpoint`, `--json`) stays in the order of the file.
+Runs of digits are compared as numbers, but they are never converted to integers: converting takes
+quadratic time, and a hostile name may have a million digits. Only what people see is sorted like
+this. `Checkpoint` and `--json` keep the order of the file.
 """
 
 from __future__ import annotations
@@ -14,46 +15,68 @@ T = TypeVar("T")
 
 DIGITS = re.compile("([0-9]+)")
 
-LEVELS = 32  # Parts of a name that are looked at one by one. A hostile one may have a million.
-Number = tuple[int, str]
+MAX_COMPONENTS = 32
+"""The components of a name that are sorted one by one. A hostile name may have a million dots, so
+all that follow are treated as one component."""
+
+NumberKey = tuple[int, str]
+"""The length and the digits of a number without leading zeros. They sort like the number."""
+
+ComponentKey = tuple[int, tuple[NumberKey, ...]]
+"""Sorts the components of names below one parent: first by the position at which such a component
+first appears, its numbers left out, then by its numbers."""
 
 
-def _number(digits: str) -> Number:
-    size = digits.lstrip("0")
-    return len(size), size
+def _make_number_key(digits: str) -> NumberKey:
+    significant_digits = digits.lstrip("0")
+    return len(significant_digits), significant_digits
 
 
-def natural_sort_key(name: str) -> tuple[tuple[str | Number, ...], str]:
-    """What to sort names by.
+def natural_sort_key(name: str) -> tuple[tuple[str | NumberKey, ...], str]:
+    """Return a sort key for names that compares numbers in them by value.
 
-    >>> sorted(["layers.10.w", "layers.2.w", "layers.w", "layers.02.w"], key=natural)
+    >>> sorted(["layers.10.w", "layers.2.w", "layers.w", "layers.02.w"], key=natural_sort_key)
     ['layers.02.w', 'layers.2.w', 'layers.10.w', 'layers.w']
     """
-    parts: list[str | Number] = list(DIGITS.split(name))
-    parts[1::2] = [_number(str(digits)) for digits in parts[1::2]]
+    # `split` returns texts and digits in turns, so keys of two names never compare a text with a
+    # number.
+    parts: list[str | NumberKey] = list(DIGITS.split(name))
+    parts[1::2] = [_make_number_key(str(digits)) for digits in parts[1::2]]
+
+    # The name itself tells numbers apart that differ only in leading zeros.
     return tuple(parts), name
 
 
-def sort_naturally(things: Iterable[T], name: Callable[[T], str] = str) -> list[T]:
-    """Things in the order of their names, which is that of their numbers where nothing else tells them apart, else their own.
+def sort_naturally(items: Iterable[T], get_name: Callable[[T], str] = str) -> list[T]:
+    """Sort items by the numbers in their dotted names, and keep the given order otherwise.
 
-    >>> sort_naturally(["embed", "layers.0.w", "layers.0.b", "layers.10.w", "layers.2.w", "layers.2.b", "head"])
-    ['embed', 'layers.0.w', 'layers.0.b', 'layers.2.w', 'layers.2.b', 'layers.10.w', 'head']
+    Siblings that differ only in their numbers are sorted by these. Other siblings stay in the order
+    in which they first appear.
+
+    Args:
+        items: The items, in the order of a file or a model.
+        get_name: Returns the dotted name of an item.
+
+    >>> sort_naturally(["embed", "layers.10.w", "layers.2.w", "layers.2.b", "head"])
+    ['embed', 'layers.2.w', 'layers.2.b', 'layers.10.w', 'head']
     """
-    # Parts below one another, their numbers left out, are counted in the order in which they are met.
-    met: dict[tuple[int, tuple[str, ...]], int] = {}
-    known: dict[tuple[int, str], tuple[int, tuple[Number, ...]]] = {}
+    # The rank of a component below its parent. `layers.2` and `layers.10` have the same one.
+    ranks: dict[tuple[int, tuple[str, ...]], int] = {}
+    # Most names share their first components, so their keys are computed only once.
+    component_keys: dict[tuple[int, str], ComponentKey] = {}
 
-    def place(thing: T) -> tuple[tuple[int, tuple[Number, ...]], ...]:
-        above, found = -1, []
-        for part in name(thing).split(".", LEVELS):
-            step = known.get((above, part))
-            if step is None:
-                texts = DIGITS.split(part)
-                number = met.setdefault((above, tuple(texts[::2])), len(met))
-                step = known[above, part] = number, tuple(map(_number, texts[1::2]))
-            found.append(step)
-            above = step[0]
-        return tuple(found)
+    def make_key(item: T) -> tuple[ComponentKey, ...]:
+        keys = []
+        parent_rank = -1
+        for component in get_name(item).split(".", MAX_COMPONENTS):
+            key = component_keys.get((parent_rank, component))
+            if key is None:
+                parts = DIGITS.split(component)
+                rank = ranks.setdefault((parent_rank, tuple(parts[::2])), len(ranks))
+                key = rank, tuple(map(_make_number_key, parts[1::2]))
+                component_keys[parent_rank, component] = key
+            keys.append(key)
+            parent_rank = key[0]
+        return tuple(keys)
 
-    return sorted(things, key=place)
+    return sorted(items, key=make_key)

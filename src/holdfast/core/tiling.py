@@ -1,31 +1,33 @@
-"""How boxes lie to each other: do they cover a tensor exactly once, do two overlap, what block do they make?
+"""Whether boxes cover a tensor exactly once, whether two overlap, and which block they form.
 
-`is_tiled_by` and `is_shape_tiled` answer the first in time that is linear in the number of boxes. Boxes that
-are cut along one dimension must be
-a chain. For any others, take for every dimension d a function F_d of its coordinates, with random values. A box then has the weight
+`is_tiled_by` and its variants take time that is linear in the number of boxes. Boxes that are cut
+along one dimension must form a chain. All others are checked with random numbers: for every
+dimension d, let F_d be a function that assigns a random value to each coordinate. Then a box has
+the weight
 
     w(box) = Π over d of (F_d(stop[d]) − F_d(start[d]))
 
-which is additive: the weights of boxes that tile a whole sum to that of the whole. The sum is a polynomial in the values F_d(x)
-with a term for each corner. It is the polynomial of the whole if and only if every point is covered once. A polynomial that is not
-zero is zero at a random point of a field of p elements with a probability of rank / p at the most (Schwartz and Zippel). The
-values are drawn anew each time, so no file can be made to fit them.
+Weights add up: if boxes tile a tensor, the sum of their weights is the weight of the tensor. The
+sum is a polynomial in the values F_d(x), with a term for each corner of a box. It is the same
+polynomial as that of the whole tensor only if every point is covered exactly once. If two
+polynomials differ, they are equal at a random point of a field of p elements with a probability of
+at most rank / p (Schwartz-Zippel lemma). The values are drawn anew in each call, so a hostile file
+cannot be made to fit them.
 
-A rank may hold several boxes of one tensor. Boxes that differ in one axis alone (`find_differing_axis`) make
-a block in which their lengths
-add up, however far apart they are; for others it is the smallest box around all of them (`joined_shape`):
+A rank may hold several boxes of one tensor. If they differ in one axis only
+(`find_differing_axis`), they form a block in which their lengths add up, whatever the distance
+between them. Otherwise the block is the smallest box around all of them (`joined_shape`):
 
-       [0:2, 0:3] [0:2, 3:7]      axis 1    2 × 7
-       [0:2, 0:3] [8:10, 0:3]     axis 0    4 × 3
-       [0:2, 0:3] [2:4, 3:6]      none      4 × 6
-
-Empty boxes take no part where there is any other.
+       [0:2, 0:3] [0:2, 3:7]      differ in axis 1      2 × 7
+       [0:2, 0:3] [8:10, 0:3]     differ in axis 0      4 × 3
+       [0:2, 0:3] [2:4, 3:6]      differ in both        4 × 6
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from operator import sub
 from os import urandom
 
 import numpy as np
@@ -34,126 +36,196 @@ import numpy.typing as npt
 from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
 
+StartAndShape = tuple[tuple[int, ...], tuple[int, ...]]
+"""A box as its start and its shape."""
+
+Residues = npt.NDArray[np.uint64]
+"""Integers modulo `PRIME`."""
+
+PRIME = (1 << 31) - 1
+"""The number of elements of the field. Products of two residues fit into 64 bits."""
+
+TRIALS = 3
+"""How often weights are compared, with new random values. With the highest rank, 64, all trials
+miss a wrong tiling with a probability of (64 / 2^31)^3, which is one in 10^22."""
+
 
 def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """The positions of two boxes that share a point, or None. A sweep along the axis with the most distinct starts.
+    """Return the positions of two boxes that share a point, or None if there are none.
+
+    This is a sweep along the axis with the most distinct starts. Each box is compared only with
+    those that started before it on this axis and have not ended.
 
     >>> find_overlap([Box((0,), (4,)), Box((4,), (6,)), Box((5,), (9,))])
     (1, 2)
     """
-    filled = [i for i, box in enumerate(boxes) if box.count]
-    if len(filled) < 2:
+    positions = [position for position, box in enumerate(boxes) if box.count]
+    if len(positions) < 2:
         return None
-    rank = boxes[filled[0]].rank
+    rank = boxes[positions[0]].rank
     if rank == 0:
-        return filled[0], filled[1]
-    axis = max(range(rank), key=lambda d: len({boxes[i].start[d] for i in filled}))
-    reaching: list[int] = []
-    for i in sorted(filled, key=lambda i: boxes[i].start[axis]):
-        reaching = [j for j in reaching if boxes[j].stop[axis] > boxes[i].start[axis]]
-        for j in reaching:
-            if boxes[i].intersect(boxes[j]) is not None:
-                return min(i, j), max(i, j)
-        reaching.append(i)
+        # Boxes without dimensions all contain the same point.
+        return positions[0], positions[1]
+
+    start_counts = []
+    for d in range(rank):
+        starts = {boxes[position].start[d] for position in positions}
+        start_counts.append(len(starts))
+    axis = start_counts.index(max(start_counts))
+    positions.sort(key=lambda position: boxes[position].start[axis])
+
+    active: list[int] = []
+    for position in positions:
+        box = boxes[position]
+        active = [earlier for earlier in active if boxes[earlier].stop[axis] > box.start[axis]]
+        for earlier in active:
+            if box.intersect(boxes[earlier]) is not None:
+                return min(position, earlier), max(position, earlier)
+        active.append(position)
     return None
 
 
 def find_differing_axis(boxes: Sequence[Box]) -> int | None:
-    """The one axis in which the boxes differ, or None: they differ in several, or there are not two that are not empty."""
-    filled = [box for box in boxes if box.count]
-    if len(filled) < 2:
+    """Return the axis in which boxes differ, or None if they do not differ in exactly one.
+
+    Empty boxes are ignored. The result is None if fewer than two boxes remain.
+    """
+    boxes = [box for box in boxes if box.count]
+    if len(boxes) < 2:
         return None
-    sides = [{(box.start[d], box.stop[d]) for box in filled} for d in range(filled[0].rank)]
-    differing = [d for d, side in enumerate(sides) if len(side) > 1]
-    return differing[0] if len(differing) == 1 else None
+    differing_axes = []
+    for axis in range(boxes[0].rank):
+        ranges = {(box.start[axis], box.stop[axis]) for box in boxes}
+        if len(ranges) > 1:
+            differing_axes.append(axis)
+    if len(differing_axes) != 1:
+        return None
+    return differing_axes[0]
 
 
 def find_bounding_box(boxes: Sequence[Box]) -> Box:
-    """The smallest box around all that are not empty; the first box where all are."""
+    """Return the smallest box around all boxes that are not empty.
+
+    If all boxes are empty, this is the first of them.
+    """
     filled = [box for box in boxes if box.count] or boxes[:1]
-    return Box(
-        tuple(map(min, *(box.start for box in filled))) if filled[1:] else filled[0].start,
-        tuple(map(max, *(box.stop for box in filled))) if filled[1:] else filled[0].stop,
-    )
+    starts = zip(*(box.start for box in filled), strict=True)
+    stops = zip(*(box.stop for box in filled), strict=True)
+    return Box(tuple(map(min, starts)), tuple(map(max, stops)))
 
 
 def joined_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
-    """The shape of the block that the boxes, of which there is at least one, make together.
+    """Return the shape of the block that boxes form together. The module's docstring has examples.
 
     >>> joined_shape([Box.from_offsets((0, 0), (2, 3)), Box.from_offsets((2, 0), (4, 3))])
     (6, 3)
     """
-    around, axis = find_bounding_box(boxes).shape, find_differing_axis(boxes)
+    shape = find_bounding_box(boxes).shape
+    axis = find_differing_axis(boxes)
     if axis is None:
-        return around
+        return shape
     length = sum(box.shape[axis] for box in boxes if box.count)
-    return (*around[:axis], length, *around[axis + 1 :])
+    return (*shape[:axis], length, *shape[axis + 1 :])
 
 
-StartAndSize = tuple[tuple[int, ...], tuple[int, ...]]
+def is_tiled_by(whole: Box, boxes: Iterable[Box]) -> bool:
+    """Return whether boxes cover every point of another box exactly once, and nothing else.
 
-PRIME = (1 << 31) - 1  # Products of two residues fit 64 bits.
-TRIALS = 3  # (64 / 2^31)^3 is one in 10^22.
+    Args:
+        whole: The box to cover.
+        boxes: Boxes, which may be anywhere. Empty ones are ignored.
 
-
-def is_tiled_by(whole: Box, parts: Iterable[Box]) -> bool:
-    """Whether the parts cover every point of `whole` exactly once and nothing else. Empty parts do not matter.
-
-    >>> is_tiled_by(Box((2,), (6,)), [Box((4,), (6,)), Box((2,), (4,))]), is_tiled_by(Box((2,), (6,)), [Box((2,), (5,))])
-    (True, False)
+    >>> is_tiled_by(Box((2,), (6,)), [Box((4,), (6,)), Box((2,), (4,))])
+    True
+    >>> is_tiled_by(Box((2,), (6,)), [Box((2,), (5,))])
+    False
     """
-    boxes = [box for box in parts if box.count]
-    if sum(box.count for box in boxes) != whole.count or not all(
-        whole.contains(box) for box in boxes
-    ):
+    filled = [box for box in boxes if box.count]
+    if sum(box.count for box in filled) != whole.count:
         return False
-    origin = whole.start
-    return is_shape_tiled(
-        whole.shape,
-        [(tuple(a - o for a, o in zip(b.start, origin, strict=True)), b.shape) for b in boxes],
-    )
+    if not all(whole.contains(box) for box in filled):
+        return False
+    relative_boxes = [(tuple(map(sub, box.start, whole.start)), box.shape) for box in filled]
+    return is_shape_tiled(whole.shape, relative_boxes)
 
 
-def is_shape_tiled(size: tuple[int, ...], boxes: Sequence[StartAndSize]) -> bool:
-    """Whether every element of a tensor is in exactly one of the boxes, which are not empty and lie inside of it.
+def is_shape_tiled(shape: tuple[int, ...], boxes: Sequence[StartAndShape]) -> bool:
+    """Return whether every element of a tensor is in exactly one box.
 
-    >>> is_shape_tiled((4, 6), [((0, 0), (4, 2)), ((0, 2), (4, 4))]), is_shape_tiled((4, 6), [((0, 0), (4, 2)), ((0, 3), (4, 3))])
-    (True, False)
+    Args:
+        shape: The shape of the tensor.
+        boxes: The start and the shape of each box. Boxes must lie inside of the tensor, and must
+            not be empty.
+
+    >>> is_shape_tiled((4, 6), [((0, 0), (4, 2)), ((0, 2), (4, 4))])
+    True
+    >>> is_shape_tiled((4, 6), [((0, 0), (4, 2)), ((0, 3), (4, 3))])
+    False
     """
     if len(boxes) < 2:
-        return math.prod(size) == sum(math.prod(sizes) for _, sizes in boxes)
-    starts, sizes = (np.array([box[side] for box in boxes], np.int64).T for side in (0, 1))
-    return is_shape_tiled_by_columns(size, starts, starts + sizes)
+        return math.prod(shape) == sum(math.prod(box_shape) for _, box_shape in boxes)
+    starts = np.array([start for start, _ in boxes], np.int64).T
+    lengths = np.array([box_shape for _, box_shape in boxes], np.int64).T
+    return is_shape_tiled_by_columns(shape, starts, starts + lengths)
 
 
-def is_shape_tiled_by_columns(size: tuple[int, ...], starts: Ints, stops: Ints) -> bool:
-    """`is_shape_tiled`, of boxes as columns, a row for each dimension. They lie inside of the tensor; empty ones do not matter."""
-    filled = np.logical_and.reduce(starts < stops)
-    if not filled.all():
-        starts, stops = starts[:, filled], stops[:, filled]
-    cut = [d for d, n in enumerate(size) if starts[d].any() or (stops[d] != n).any()]
-    if len(cut) != 1:
-        return _weights_agree(size, starts, stops)
-    start, stop = starts[cut[0]], stops[cut[0]]
-    if not (start[1:] > start[:-1]).all():
-        order = start.argsort()
-        start, stop = start[order], stop[order]
-    return bool(start[0] == 0 and stop[-1] == size[cut[0]] and (start[1:] == stop[:-1]).all())
+def is_shape_tiled_by_columns(shape: tuple[int, ...], starts: Ints, stops: Ints) -> bool:
+    """Return whether every element of a tensor is in exactly one of many boxes.
+
+    Args:
+        shape: The shape of the tensor.
+        starts: The starts of the boxes, with a row for each dimension and a column for each box.
+        stops: The stops of the boxes. Boxes must lie inside of the tensor. Empty ones are ignored.
+    """
+    is_filled = np.logical_and.reduce(starts < stops)
+    if not is_filled.all():
+        starts = starts[:, is_filled]
+        stops = stops[:, is_filled]
+
+    cut_axes = []
+    for axis, length in enumerate(shape):
+        if starts[axis].any() or (stops[axis] != length).any():
+            cut_axes.append(axis)
+    if len(cut_axes) == 1:
+        axis = cut_axes[0]
+        return _is_chain(shape[axis], starts[axis], stops[axis])
+    return _has_weight_of_shape(shape, starts, stops)
 
 
-def _weights_agree(size: tuple[int, ...], starts: Ints, stops: Ints) -> bool:
-    count = starts.shape[1]
-    weights = np.ones((TRIALS, count), np.uint64)
-    whole = np.ones(TRIALS, np.uint64)
-    for d, n in enumerate(size):
-        coordinates = np.concatenate(([0, n], starts[d], stops[d]))
-        distinct, numbers = np.unique(coordinates, return_inverse=True)
-        raw = np.frombuffer(urandom(8 * TRIALS * len(distinct)), np.uint64) % np.uint64(PRIME)
-        values = raw.reshape(TRIALS, -1)[:, numbers.reshape(-1)]
-        whole = whole * _minus(values[:, 1], values[:, 0]) % PRIME
-        weights = weights * _minus(values[:, 2 + count :], values[:, 2 : 2 + count]) % PRIME
-    return bool(np.all(weights.sum(axis=1) % PRIME == whole))
+def _is_chain(length: int, starts: Ints, stops: Ints) -> bool:
+    """Return whether ranges cover an axis, each starting where another one stops."""
+    if not (starts[1:] > starts[:-1]).all():
+        order = starts.argsort()
+        starts = starts[order]
+        stops = stops[order]
+    return bool(starts[0] == 0 and stops[-1] == length and (starts[1:] == stops[:-1]).all())
 
 
-def _minus(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _has_weight_of_shape(shape: tuple[int, ...], starts: Ints, stops: Ints) -> bool:
+    """Return whether the random weights of boxes add up to the weight of the whole tensor.
+
+    The module's docstring defines the weight of a box, and why this proves a tiling.
+    """
+    box_count = starts.shape[1]
+    box_weights = np.ones((TRIALS, box_count), np.uint64)
+    whole_weights = np.ones(TRIALS, np.uint64)
+    for axis, length in enumerate(shape):
+        # Equal coordinates must have equal values, so each distinct one is drawn once.
+        coordinates = np.concatenate(([0, length], starts[axis], stops[axis]))
+        distinct_coordinates, indices = np.unique(coordinates, return_inverse=True)
+        random_bytes = urandom(8 * TRIALS * len(distinct_coordinates))
+        random_values = np.frombuffer(random_bytes, np.uint64) % np.uint64(PRIME)
+        values = random_values.reshape(TRIALS, -1)[:, indices.reshape(-1)]
+
+        zero_values = values[:, 0]
+        length_values = values[:, 1]
+        start_values = values[:, 2 : 2 + box_count]
+        stop_values = values[:, 2 + box_count :]
+        whole_weights = whole_weights * _subtract(length_values, zero_values) % PRIME
+        box_weights = box_weights * _subtract(stop_values, start_values) % PRIME
+    return bool(np.all(box_weights.sum(axis=1) % PRIME == whole_weights))
+
+
+def _subtract(a: Residues, b: Residues) -> Residues:
+    """Subtract modulo `PRIME`, without an intermediate result below zero."""
     return (a + np.uint64(PRIME) - b) % np.uint64(PRIME)

@@ -1,3 +1,3 @@
-"""The version of the package, for whatever says it: `holdfast.__version__`, `--version`, the pages of a report."""
+"""The version of the package: `holdfast.__version__`, `--version`, and in reports."""
 
 VERSION = "0.1.0"

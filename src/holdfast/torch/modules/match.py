@@ -235,11 +235,11 @@ def match_places(
         own,
         judge,
     )
-    pairs, kind = zip(found.target, found.source, strict=True), table.kind_indices
+    pairs, kind = zip(found.destinations, found.rows, strict=True), table.kind_indices
     matches = {
         n: Match(n, (places[n],), places[n].name, row, exact[kind[row], own[n]]) for n, row in pairs
     }
-    for number in (*found.target, *found.refused):
+    for number in (*found.destinations, *found.refused):
         names.left.pop(places[number].name, None)
     ties = _ties(places, kinds, rules)
     tied = {number for group in ties for number in group}
@@ -381,14 +381,15 @@ def meet_places(
             boxes[pair] = [box for box, _ in targets[pair]]
     met = find_overlaps(table, [one.row for one in matches], boxes, given)
     rows = [
-        matches[pair].row if at not in met.parts else IRREGULAR for at, pair in enumerate(met.pairs)
+        matches[pair].row if at not in met.tensors else IRREGULAR
+        for at, pair in enumerate(met.pair_indices)
     ]
     whole = [fresh[one.number] if one.number in fresh else one.places[0].tensor for one in matches]
     tensors = [
         targets[pair][box][1] if pair in targets else whole[pair]
-        for pair, box in zip(met.pairs, met.boxes, strict=True)
+        for pair, box in zip(met.pair_indices, met.box_indices, strict=True)
     ]
-    return Fills(table, rows, met.parts, tensors), met
+    return Fills(table, rows, met.tensors, tensors), met
 
 
 def shaped(one: Match[PlaceT], table: Table, shape: tuple[int, ...]) -> LazyTensor:

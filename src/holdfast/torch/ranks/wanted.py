@@ -148,7 +148,7 @@ class Matching:
             }
             boxes = [
                 cut[pair][number] if pair in cut else None
-                for pair, number in zip(met.pairs, met.boxes, strict=True)
+                for pair, number in zip(met.pair_indices, met.box_indices, strict=True)
             ]
             shapes = [tuple(target.shape) for target in wanted.fills.targets]
             corners = [
@@ -157,7 +157,7 @@ class Matching:
             ]
             wanted.keys = [
                 (names.prefix + matches[pair].name, *ends)
-                for pair, ends in zip(met.pairs, corners, strict=True)
+                for pair, ends in zip(met.pair_indices, corners, strict=True)
             ]
         wanted.names += [leaf.name for one in matches for leaf in one.places]
         order = {name: number for number, name in enumerate(wanted.looked_for)}
