@@ -13,7 +13,7 @@ from tests.formats.gguf.craft_gguf import array, gguf, info, text, texts, value
 import holdfast
 from holdfast import errors
 from holdfast.core.limits import Limits
-from holdfast.formats.gguf.schema import Values
+from holdfast.formats.gguf.metadata import Metadata
 from holdfast.stores.memory import MemoryStore
 
 TINY = Path(__file__).resolve().parents[2] / "golden" / "files" / "tiny.gguf"
@@ -188,7 +188,7 @@ def split(
 
 def test_split_files_open_as_one(tmp_path):
     (tmp_path / "m-00001-of-00002.gguf").write_bytes(split(0, 2, "ab", total=3))
-    assert "open their folder" in holdfast.open(tmp_path / "m-00001-of-00002.gguf").notes[0]
+    assert "open the folder" in holdfast.open(tmp_path / "m-00001-of-00002.gguf").notes[0]
     (tmp_path / "m-00002-of-00002.gguf").write_bytes(split(1, 2, "c"))
     (tmp_path / "README.md").write_text("a model")
     with holdfast.open(tmp_path) as ckpt:
@@ -204,7 +204,7 @@ def test_split_files_open_as_one(tmp_path):
     [
         (
             {"m-00001-of-00003.gguf": split(0, 3, "a"), "m-00002-of-00003.gguf": split(1, 3, "b")},
-            "not here",
+            "files are missing",
         ),
         (
             {"m-00001-of-00003.gguf": split(0, 3, "a"), "m-00003-of-00003.gguf": split(2, 3, "b")},
@@ -216,29 +216,37 @@ def test_split_files_open_as_one(tmp_path):
         ),
         (
             {"m-00001-of-00002.gguf": split(1, 2, "a"), "m-00002-of-00002.gguf": split(0, 2, "b")},
-            "by its name",
+            "the file name says",
         ),
         (
             {
                 "m-00001-of-00002.gguf": split(0, 2, "a"),
                 "m-00002-of-00002.gguf": split(1, 2, "b", said=3),
             },
-            "by its name",
+            "the file name says",
         ),
         (
             {"m-00001-of-00002.gguf": split(0, 2, "a"), "m-00002-of-00002.gguf": split(1, 2, "a")},
-            "as well",
+            "is also in",
         ),
         (
             {
                 "m-00001-of-00002.gguf": split(0, 2, "a", total=9),
                 "m-00002-of-00002.gguf": split(1, 2, "b"),
             },
-            "says 9 tensors",
+            "states 9 tensors",
+        ),
+        (
+            {
+                "m-00001-of-00002.gguf": split(0, 3, "a"),
+                "m-00002-of-00002.gguf": split(1, 3, "b"),
+                "m-00005-of-00002.gguf": split(2, 3, "c"),
+            },
+            "has 3 files",
         ),
         (
             {"m-00001-of-99999.gguf": split(0, 2, "a"), "m-00002-of-99999.gguf": split(1, 2, "b")},
-            "not here",
+            "files are missing",
         ),
     ],
 )
@@ -263,8 +271,8 @@ def test_the_metadata_shows_itself():
     with holdfast.open(TINY) as ckpt:
         assert (
             repr(ckpt.metadata)
-            == "<8 values: general.architecture, general.name, tiny.block_count, tiny.rope.freq_base, …>"
+            == "<GGUF metadata, length 8: general.architecture, general.name, tiny.block_count, tiny.rope.freq_base, …>"
         )
-    hostile = Values(b"", {"x" * 10_000: (0, 0)}, "<")
-    assert repr(hostile) == f"<1 value: {'x' * 64}>"
-    assert repr(Values(b"", {}, "<")) == "<0 values>"
+    hostile = Metadata(b"", {"x" * 10_000: (0, 0)}, "<")
+    assert repr(hostile) == f"<GGUF metadata, length 1: {'x' * 64}>"
+    assert repr(Metadata(b"", {}, "<")) == "<GGUF metadata, length 0: >"
