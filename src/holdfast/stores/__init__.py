@@ -1,4 +1,5 @@
-"""Stores: where bytes are read from. Only this room and the commits of `engine` touch the file system.
+"""Stores: where bytes are read from. Only this room and the commits of `engine` touch the file
+system.
 
 local       a file, a directory, or a file that is open already
 memory      bytes in this process, and seekable file objects
@@ -13,7 +14,7 @@ Words of this room:
 
 key         the name of a file in a store: a relative path
 place       a path or a URL, as text
-version     size and modification time of a file, or size and ETag of an object: equal for equal content
+version     size and modification time of a file, or size and ETag of an object
 stamp       the version of a file as plain values that JSON can hold
 
 `core/protocols` has the base class `Store`, whose methods fit a store without special features.

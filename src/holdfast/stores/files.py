@@ -1,21 +1,20 @@
 """`Files`: the object through which every file-system call of a save goes.
 
 The tests of crashes (`tests/crash`) replace this object: by a model that builds every state that a
-crash can leave behind, and by a saboteur that lets the Nth call fail. Therefore each method makes one
-system call, or nearly one, and makes no decisions. An `OSError` passes through with its code.
+crash can leave behind, and by a saboteur that lets the Nth call fail. Therefore each method makes
+one system call, or nearly one, and makes no decisions. An `OSError` passes through with its code.
 `engine/commit/transactions.py` decides what to do about it.
 
-Names are relative to an open directory (`dir_fd`), so moving a parent during a save cannot redirect it.
-Only `resolve` follows links, and a save calls it once, before it writes anything.
+Names are relative to an open directory (`dir_fd`), so moving a parent during a save cannot redirect
+it. Only `resolve` follows links, and a save calls it once, before it writes anything.
 
 Loops over short writes, reads and copies are functions that use the object: `write_all`, `read_all`
 and `copy_all`.
 
-A save belongs to the process that started it. A forked child shares the open files of its parent and
-thus also their locks (flock): the child would keep a lock of a parent that has died. Therefore a lock
-is released before its descriptor is closed, a child closes the descriptors that it inherits from
-saves, and a `Files` object of the parent raises in the child, so nothing is removed twice.
-"""
+A save belongs to the process that started it. A forked child shares the open files of its parent
+and thus also their locks (flock): the child would keep a lock of a parent that has died. Therefore
+a lock is released before its descriptor is closed, a child closes the descriptors that it inherits
+from saves, and a `Files` object of the parent raises in the child, so nothing is removed twice."""
 
 from __future__ import annotations
 
@@ -59,8 +58,8 @@ LOCAL_FILE_SYSTEMS = frozenset({
     0xEF53, 0x58465342, 0x9123683E, 0x2FC12FC1, 0xF2F52010, 0xCA451A4E, 0x01021994, 0x858458F6, 0x794C7630, 0x4D44, 0x2011BAB0,
     0x5346544E, 0x7366746E,
 })  # fmt: skip
-"""Types, as in statfs(2), of file systems that only one machine mounts: ext2 to 4, xfs, btrfs, zfs, f2fs,
-bcachefs, tmpfs, ramfs, overlayfs, vfat, exfat, ntfs. Any other type may be shared."""
+"""Types, as in statfs(2), of file systems that only one machine mounts: ext2 to 4, xfs, btrfs, zfs,
+f2fs, bcachefs, tmpfs, ramfs, overlayfs, vfat, exfat, ntfs. Any other type may be shared."""
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.(tmp|old|lock)", re.DOTALL)
 
@@ -110,7 +109,8 @@ class Files:
         return os.path.realpath(path)
 
     def open_directory(self, path: str, *, dir_fd: int | None = None) -> int:
-        """Open a directory. With `dir_fd`, the path is a name in that directory and must not be a link."""
+        """Open a directory. With `dir_fd`, the path is a name in that directory and must not be a
+        link."""
         link_flag = 0 if dir_fd is None else NO_FOLLOW
         return self._open_descriptor(path, os.O_RDONLY | DIRECTORY | link_flag, dir_fd=dir_fd)
 
@@ -485,20 +485,20 @@ _directory_numbers = itertools.count(-2, -1)
 class PathFiles(Files):
     """The file system for systems that cannot open directories or remove open files: Windows.
 
-    1. **Directories are paths** behind negative numbers. Each call first compares the identity of the
-       directory: if it was moved or replaced, the call raises ESTALE and writes nothing. A rename by
-       this process updates the paths.
-    2. **Open files are closed early.** A file of ours is closed before it is renamed or removed. Until
-       its user closes it, its number refers to the null device.
-    3. **Open files of others** cannot be replaced. A virus scanner closes a file after a moment, so a
-       refused step is repeated for half a second. Then it raises EBUSY, before anything has changed.
-    4. **Locks** are open files, `.holdfast.<identity>.lock`, next to the locked file. Windows refuses
-       to remove them while their owner lives, so a process that can remove one knows that its owner
-       is gone. A renamed folder keeps its identity.
+    1. **Directories are paths** behind negative numbers. Each call first compares the identity of
+       the directory: if it was moved or replaced, the call raises ESTALE and writes nothing. A
+       rename by this process updates the paths.
+    2. **Open files are closed early.** A file of ours is closed before it is renamed or removed.
+       Until its user closes it, its number refers to the null device.
+    3. **Open files of others** cannot be replaced. A virus scanner closes a file after a moment, so
+       a refused step is repeated for half a second. Then it raises EBUSY, before anything has
+       changed.
+    4. **Locks** are open files, `.holdfast.<identity>.lock`, next to the locked file. Windows
+       refuses to remove them while their owner lives, so a process that can remove one knows that
+       its owner is gone. A renamed folder keeps its identity.
 
-    Directories cannot be synced here. There are no permission bits to keep: a new file has the access
-    list of its folder.
-    """
+    Directories cannot be synced here. There are no permission bits to keep: a new file has the
+    access list of its folder."""
 
     def open_directory(self, path: str, *, dir_fd: int | None = None) -> int:
         self._check_process()
@@ -686,7 +686,8 @@ def _get_open_entry(number: int) -> OpenEntry:
 
 
 def _close_early(path: str) -> None:
-    """Close our files that have this path. Until they are closed, their numbers mean the null device."""
+    """Close our files that have this path. Until they are closed, their numbers mean the null
+    device."""
     for number, entry in list(_open_entries.items()):
         if number < 0 or entry.path != path:
             continue

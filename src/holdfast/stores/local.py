@@ -3,21 +3,21 @@
 Keys and links cannot leave the checkpoint:
 
 - A key is a relative path without `..`, backslash or NUL.
-- A link in a directory may only lead to a place inside that directory. In the Hugging Face cache, it
-  may also lead from `snapshots/<revision>/` to the `blobs/` folder of the same model.
+- A link in a directory may only lead to a place inside that directory. In the Hugging Face cache,
+  it may also lead from `snapshots/<revision>/` to the `blobs/` folder of the same model.
 - Only regular files are opened. A file is opened once, and its size and content both come from that
   descriptor.
 
-A `Folder` stays the directory that was opened, even if another one takes its name. A save replaces a
-directory by exchanging two names and then removes the old files one by one. A reader holds a descriptor
-of the old directory, and lists and opens files relative to it. So it finds the old files or none, and
-never files of the new checkpoint. Links are followed by path, while the path still leads to the same
-directory.
+A `Folder` stays the directory that was opened, even if another one takes its name. A save replaces
+a directory by exchanging two names and then removes the old files one by one. A reader holds a
+descriptor of the old directory, and lists and opens files relative to it. So it finds the old files
+or none, and never files of the new checkpoint. Links are followed by path, while the path still
+leads to the same directory.
 
-A checkpoint may have more files than a process may open. Of a directory, `MAX_KEPT_FILES` files stay
-open, and fewer if the process is near its limit. The other files are opened for each read, and must be
-the files that were opened first. If one of them has disappeared, the read raises `Replaced`.
-"""
+A checkpoint may have more files than a process may open. Of a directory, `MAX_KEPT_FILES` files
+stay open, and fewer if the process is near its limit. The other files are opened for each read, and
+must be the files that were opened first. If one of them has disappeared, the read raises
+`Replaced`."""
 
 from __future__ import annotations
 
@@ -70,15 +70,16 @@ MISSING_ERRNOS = frozenset({errno.ENOENT, errno.ESTALE})
 """Errors for a file that was listed and has disappeared. NFS reports the second one."""
 
 LINK_ERRNOS = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
-"""Errors of open(2) for a link that must not be followed. Linux reports ENOTDIR for a link to a folder
-in the middle of a path, and FreeBSD reports EMLINK."""
+"""Errors of open(2) for a link that must not be followed. Linux reports ENOTDIR for a link to a
+folder in the middle of a path, and FreeBSD reports EMLINK."""
 
 TOO_MANY_FILES_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE})
 
 RANK_PREFIX = "mp_rank_"
 UNIVERSAL_FOLDER = "zero"
 """Folders that are also listed at the second level: `iter_0000200/mp_rank_00` in runs of Megatron,
-`zero/emb.weight` in universal checkpoints of DeepSpeed, and `global_step9/zero` in runs of DeepSpeed."""
+`zero/emb.weight` in universal checkpoints of DeepSpeed, and `global_step9/zero` in runs of
+DeepSpeed."""
 
 MAX_KEPT_FILES = 256
 
@@ -224,8 +225,8 @@ class Folder:
         root = os.path.realpath(self.path)
         path = os.path.realpath(os.path.join(root, key))
 
-        # The directory may be a snapshot of the Hugging Face cache, or a folder in one: the component
-        # of a pipeline, or `onnx/`.
+        # The directory may be a snapshot of the Hugging Face cache, or a folder in one: the
+        # component of a pipeline, or `onnx/`.
         allowed_folders = [root]
         for revision in (root, os.path.dirname(root)):
             snapshots = os.path.dirname(revision)
@@ -246,10 +247,9 @@ class Folder:
 class PathFolder(Folder):
     """A directory on Windows, which cannot open directories.
 
-    Every use compares the identity of the directory at the path, and drops a file that was opened while
-    another directory had the path. Only a directory that is replaced twice during one call, the second
-    time by itself, would go unnoticed.
-    """
+    Every use compares the identity of the directory at the path, and drops a file that was opened
+    while another directory had the path. Only a directory that is replaced twice during one call,
+    the second time by itself, would go unnoticed."""
 
     def _open_directory(self) -> os.stat_result:
         return os.stat(self.path)
@@ -428,7 +428,8 @@ class LocalStore(Store):
             return handle.mapping
 
     def stamp(self, key: str) -> tuple[int, int, int]:
-        """Return the size, and the times of the last change of the content and of the status (`ctime`).
+        """Return the size, and the times of the last change of the content and of the status
+        (`ctime`).
 
         Programs that restore a file reset its modification time. They cannot reset the other time.
         """
@@ -440,7 +441,8 @@ class LocalStore(Store):
         return "file", os.path.realpath(self._label(key) if key else self.name)
 
     def find_changed(self) -> Keys:
-        """Return the files that were written to since they were opened, if the file system shows it."""
+        """Return the files that were written to since they were opened, if the file system shows
+        it."""
         with self._lock:
             handles = dict(self._handles)
         changed_keys = []
@@ -634,9 +636,8 @@ descriptor share one position."""
 class DescriptorStore(Store):
     """A regular file that somebody else has open, under one key.
 
-    Reads do not move the position of the file. The store duplicates the descriptor, so the owner may
-    close the original at any time.
-    """
+    Reads do not move the position of the file. The store duplicates the descriptor, so the owner
+    may close the original at any time."""
 
     KEY = "file"
 
@@ -731,7 +732,8 @@ def store_error(
         errno.ENAMETOOLONG: "the name is too long",
         errno.ELOOP: "the links lead in circles",
         errno.EMFILE: (
-            "this process has too many open files; close some of them, or raise the limit (ulimit -n)"
+            "this process has too many open files; close some of them, or raise the limit "
+            "(ulimit -n)"
         ),
     }
     message = messages.get(error.errno or 0, error.strerror or str(error))

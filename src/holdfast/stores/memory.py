@@ -92,17 +92,16 @@ class MemoryStore(Store):
 class FileObjectStore(Store):
     """A seekable binary file object, under one key.
 
-    The store calls `tell`, `seek(offset)` and `seek(0, SEEK_END)`, and `read(n)` or `readinto`. A read
-    may return fewer bytes than requested; none at all means the end.
+    The store calls `tell`, `seek(offset)` and `seek(0, SEEK_END)`, and `read(n)` or `readinto`. A
+    read may return fewer bytes than requested; none at all means the end.
 
     It uses only the positions that `tell` returns, and ignores the result of `seek`: an object that
     shows a part of another file may return the position in that file, and `mmap.mmap` returns None
     before Python 3.13.
 
-    A tensor is read in order and at once, because members of a zip and decompressors can only go back
-    by starting again. After a read, or a block of reads (`reading`), the store restores the position of
-    the file object.
-    """
+    A tensor is read in order and at once, because members of a zip and decompressors can only go
+    back by starting again. After a read, or a block of reads (`reading`), the store restores the
+    position of the file object."""
 
     read_profile = ReadProfile(is_sequential=True)
     KEY = "file"

@@ -1,19 +1,19 @@
-"""Turns what a user passes as a path into a local path or a URL, or explains why that is impossible.
+"""Turns what a user passes as a path into a local path or a URL, or explains why that is
+impossible.
 
-Every verb calls `place_of` or `local_path` first, from Python and on the command line, and so do the
-stores and transactions below them:
+Every verb calls `place_of` or `local_path` first, from Python and on the command line, and so do
+the stores and transactions below them:
 
     s3://bucket/x   gs://…   az://…       an object store: `place_of` returns a `Url`
     hf://…   file:///x                    an error: no local path, and no supported object store
-    s3:/bucket/x                          the same as s3://; `pathlib.Path` removes one of the slashes
-    C:\\x   C:/x   \\\\server\\x             an error on systems without drives; else C:/x, //server/x
+    s3:/bucket/x                          the same as s3://: `pathlib.Path` removes a slash
+    C:\\x   C:/x   \\\\server\\x             on Windows C:/x, //server/x; elsewhere an error
     ~/x   ~user/x                         a path in the home of that user, as in a shell
     ''                                    an error; the current directory is '.'
 
 Without these rules, each of them would create a strange folder in the current directory. If a file
-really has such a name, you can give its absolute path (`disambiguate_path`). `holdfast.torch.save` and
-`load` behave like the functions of torch and do not apply these rules.
-"""
+really has such a name, you can give its absolute path (`disambiguate_path`). `holdfast.torch.save`
+and `load` behave like the functions of torch and do not apply these rules."""
 
 from __future__ import annotations
 
@@ -154,9 +154,8 @@ def describe_place(path: object) -> str:
 
     `pathlib.Path` removes a slash of a URL, and `place_of` adds it again.
 
-    >>> describe_place(PurePath("s3://bucket/x")), describe_place("hf://org/model"), describe_place(3)
-    ('s3://bucket/x', 'hf://org/model', '3')
-    """
+    >>> describe_place(PurePath("s3://bucket/x")), describe_place("hf://org/model"),
+    describe_place(3) ('s3://bucket/x', 'hf://org/model', '3')"""
     try:
         return place_of(path)
     except BadPath:
@@ -166,8 +165,8 @@ def describe_place(path: object) -> str:
 def disambiguate_path(path: str) -> str:
     """Return a spelling of an existing path that `place_of` returns unchanged.
 
-    That is the absolute path if the relative one looks like a URL, a drive or a home. A `Url` needs no
-    other spelling.
+    That is the absolute path if the relative one looks like a URL, a drive or a home. A `Url` needs
+    no other spelling.
 
     >>> disambiguate_path("folder/~model.pt")
     'folder/~model.pt'

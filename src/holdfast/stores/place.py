@@ -1,7 +1,9 @@
-"""`LocalPlace`: a path with the same members as a `Url`, so callers need not tell disk and bucket apart.
+"""`LocalPlace`: a path with the same members as a `Url`, so callers need not tell disk and bucket
+apart.
 
-The library passes places around as text: a `str`, or a `Url`, which is a subclass of `str`. A function
-that needs more calls `place_at(text)`. There are two types of places with the same members:
+The library passes places around as text: a `str`, or a `Url`, which is a subclass of `str`. A
+function that needs more calls `place_at(text)`. There are two types of places with the same
+members:
 
     LocalPlace    a file or a folder on this machine
     Url           an object, or all objects under a prefix (`stores/remote/url`)
@@ -60,12 +62,14 @@ class LocalPlace(Value, frozen=True):
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """A key that is equal for two spellings of one place, and for stores of it (`Store.identity`)."""
+        """A key that is equal for two spellings of one place, and for stores of it
+        (`Store.identity`)."""
         return "file", self.real
 
     @property
     def record_name(self) -> str:
-        """The name of this place in a record: its real folder and its own name, even if it is a link."""
+        """The name of this place in a record: its real folder and its own name, even if it is a
+        link."""
         folder, name = os.path.split(self.path.rstrip("/"))
         return os.path.join(os.path.realpath(folder), name)
 
@@ -110,7 +114,8 @@ class LocalPlace(Value, frozen=True):
         return os.path.join(self.path, name) + ("/" if folder else "")
 
     def file(self, key: str) -> str:
-        """Return the place of a file in the store that was opened here. It may be this place itself."""
+        """Return the place of a file in the store that was opened here. It may be this place
+        itself."""
         return self.below(key) if self.is_folder else self.path
 
     def is_same(self, other: Place) -> bool:
@@ -198,8 +203,9 @@ class LocalPlace(Value, frozen=True):
                     raise
                 missing_error = drop_tracebacks(error)
 
-            # While a save replaces a directory in two steps, the name is missing for a moment. It may
-            # be back by the time of `recover`, so the path counts as missing only at the second try.
+            # While a save replaces a directory in two steps, the name is missing for a moment. It
+            # may be back by the time of `recover`, so the path counts as missing only at the second
+            # try.
             recovered_path = recover(self.path)
             if recovered_path is None:
                 missing_count += not os.path.exists(self.path)

@@ -1,8 +1,9 @@
 """Hides the differences between Linux, macOS and Windows from the code that touches files.
 
 This module checks once, at import, which calls exist. It checks for the call itself and not for the
-name of the system, so a Python that was built without a call is served as well. No other module that
-touches files checks which system it runs on. `docs/compatibility.md` lists what is weaker where.
+name of the system, so a Python that was built without a call is served as well. No other module
+that touches files checks which system it runs on. `docs/compatibility.md` lists what is weaker
+where.
 
     a call                       without it
     preadv                       pread and a copy; without pread, seek and read under a lock
@@ -34,7 +35,8 @@ from types import ModuleType
 from holdfast.core.runtime import make_fork_safe
 
 UNSUPPORTED_ERRNOS = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
-"""Errors of a kernel or file system that lacks a call or one of its flags (NFS, overlayfs: EINVAL)."""
+"""Errors of a kernel or file system that lacks a call or one of its flags (NFS, overlayfs: EINVAL).
+"""
 
 OPEN_FLAGS = (
     getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOINHERIT", 0)
@@ -72,7 +74,8 @@ HAS_DRIVES = os.name == "nt"
 """Whether a path may start with `C:`, and a backslash separates its parts."""
 
 BLOCK_NBYTES = 1 << 20
-"""Bytes that are copied through memory at a time. Larger blocks do not fit the second-level cache."""
+"""Bytes that are copied through memory at a time. Larger blocks do not fit the second-level cache.
+"""
 
 MIN_OPEN_FILES = 512
 """Files that every system lets a process open: the initial limit of the C library of Windows."""
@@ -147,7 +150,8 @@ def _read_into_buffer(descriptor: int, buffers: list[memoryview], start: int) ->
 
 
 preadv: Callable[[int, list[memoryview], int], int] = getattr(os, "preadv", _read_into_buffer)
-"""Reads from an offset into one buffer and returns the number of bytes; 0 at the end of the file."""
+"""Reads from an offset into one buffer and returns the number of bytes; 0 at the end of the file.
+"""
 
 
 if HAS_PREAD:
@@ -295,7 +299,8 @@ def longest_name(descriptor: int) -> int:
 
 
 def rename_new(source: str, target: str, *, dir_fd: int) -> bool:
-    """Rename a file unless the target exists. Returns False if the system cannot do this in one step."""
+    """Rename a file unless the target exists. Returns False if the system cannot do this in one
+    step."""
     return _rename_with_flags(
         source, target, dir_fd=dir_fd, linux_flags=RENAME_NOREPLACE, macos_flags=RENAME_EXCL
     )
@@ -385,18 +390,20 @@ def allocate_unforked_memory(nbytes: int, *, large_pages: bool = True) -> mmap.m
 LARGE_PAGE_NBYTES = 2 << 20
 
 STRETCH_NBYTES = 8 << 20
-"""Memory for which one large page is tried. In less memory, page faults take no time worth saving."""
+"""Memory for which one large page is tried. In less memory, page faults take no time worth saving.
+"""
 
 SLOW_PAGE_NS = 800_000
-"""Clearing a large page takes 200 µs. It takes milliseconds if the kernel has to move other pages for
-it, or if the host of a virtual machine has to give the memory back; 512 small pages take 1.2 ms."""
+"""Clearing a large page takes 200 µs. It takes milliseconds if the kernel has to move other pages
+for it, or if the host of a virtual machine has to give the memory back; 512 small pages take 1.2
+ms."""
 
 
 def request_large_pages(places: Iterable[tuple[int, int]]) -> None:
     """Ask the kernel for large pages for memory that was not touched yet and will be overwritten.
 
-    `torch.empty` does not ask, and the page faults of a gigabyte take longer than reading it: a load
-    of 1 GB takes 0.17 s of processor time with large pages and 0.5 s without.
+    `torch.empty` does not ask, and the page faults of a gigabyte take longer than reading it: a
+    load of 1 GB takes 0.17 s of processor time with large pages and 0.5 s without.
 
     Args:
         places: The address and the length of each piece of memory.

@@ -1,9 +1,8 @@
 """`Virtual`: a store whose content is computed when it is read.
 
-An entry of the store has a size and a function that fills a range of bytes: for a cast, a mask, a packed
-part of a tensor, or a file that is not written yet. A `Virtual` over another store also passes on all
-keys of that store. Its own entries are then not listed.
-"""
+An entry of the store has a size and a function that fills a range of bytes: for a cast, a mask, a
+packed part of a tensor, or a file that is not written yet. A `Virtual` over another store also
+passes on all keys of that store. Its own entries are then not listed."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """Object stores: S3, Google Cloud Storage, Azure. Read by ranges.
 
-url         `s3://bucket/key`: text that knows its bucket, and the client that a caller may have given with it
-client      every request: what is asked, what may be asked again, and when a second request is worth its price
-failures    what a failure of the client means, in our errors
-loop        where answers are waited for, so that no request outlives its call
-store       an object, or all objects below a prefix, as a `Store`: pinned to what was there when it was opened
+url         `Url`: the text `s3://bucket/key`, perhaps with the client that a caller passed
+client      `Bucket`: every request, its retries, and second requests for late answers
+failures    translates errors of the client to errors of Holdfast
+loop        the event loop that waits for answers, so that no request outlives its call
+store       `RemoteStore`: an object, or all objects under a prefix, of one version
 
-The client is obstore, which comes with the extra `cloud`; nothing here imports it before the first request.
+The client is obstore, which comes with the extra `cloud`; nothing here imports it before the first
+request.
 """

@@ -1,18 +1,20 @@
 """`Bucket`: every request to an object store, and the meaning of its answers.
 
-1. A range is requested with the ETag of the object that was opened. If another object has the key by
-   now, the request raises `Replaced` instead of returning a mixture.
-2. Requests that can safely be sent twice are repeated after a failure that may pass: a 5xx status, a
-   lost connection, a body that breaks off, or another range than the requested one. These are reads,
-   lists, deletions, copies, and puts without a condition. They are repeated with growing pauses, at
-   most `MAX_RETRIES` times and for three minutes. Retries that obstore makes and reports count as well.
-3. Not repeated are a put with a condition, and the start and the end of an upload in parts. Such a put
-   may succeed and its answer be lost. Sent again, it fails because the object exists. So callers draw no
-   conclusion from the answer, and read what is there (engine/targets/bucket_commit).
-4. A read that takes much longer than others of its size is sent a second time (`HedgeDelays`), and the
-   first answer counts.
-5. Messages have the URL of the object, what the server meant, and the number of attempts. They never
-   contain the text of obstore, which may include signed URLs.
+1. A range is requested with the ETag of the object that was opened. If another object has the key
+   by now, the request raises `Replaced` instead of returning a mixture.
+2. Requests that can safely be sent twice are repeated after a failure that may pass: a 5xx status,
+   a lost connection, a body that breaks off, or another range than the requested one. These are
+   reads, lists, deletions, copies, and puts without a condition. They are repeated with growing
+   pauses, at most `MAX_RETRIES` times and for three minutes. Retries that obstore makes and reports
+   count as well.
+3. Not repeated are a put with a condition, and the start and the end of an upload in parts. Such a
+   put may succeed and its answer be lost. Sent again, it fails because the object exists. So
+   callers draw no conclusion from the answer, and read what is there
+   (engine/targets/bucket_commit).
+4. A read that takes much longer than others of its size is sent a second time (`HedgeDelays`), and
+   the first answer counts.
+5. Messages have the URL of the object, what the server meant, and the number of attempts. They
+   never contain the text of obstore, which may include signed URLs.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ ENDPOINT_VARIABLES = {
 """Environment variables with the URL of another server than that of the cloud."""
 
 CHECKSUM_VARIABLE = "HOLDFAST_WITHOUT_CHECKSUMS"
-"""An environment variable. If it is set, requests to S3 have no checksums, which some servers refuse."""
+"""An environment variable. If it is set, requests to S3 have no checksums, which some servers
+refuse."""
 
 CLIENT_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_", "HOLDFAST_")
 """Prefixes of the environment variables that configure a client."""
@@ -135,10 +138,9 @@ class ObjectContent(Value, frozen=True):
 class HedgeDelays:
     """Decides how long to wait for an answer before the request is sent a second time.
 
-    Of many requests, some are always slow because a server is busy or packets are lost. A request that
-    takes several times as long as recent ones of its size is sent again, and the first answer counts
-    ("hedged requests"). Only few requests are that slow, so this costs little.
-    """
+    Of many requests, some are always slow because a server is busy or packets are lost. A request
+    that takes several times as long as recent ones of its size is sent again, and the first answer
+    counts ("hedged requests"). Only few requests are that slow, so this costs little."""
 
     def __init__(self) -> None:
         self._lock = make_fork_safe(threading.Lock())
@@ -162,15 +164,15 @@ class HedgeDelays:
 
 
 def _get_size_class(nbytes: int) -> int:
-    """Return the size class of an answer. The sizes in a class differ by a factor of less than four."""
+    """Return the size class of an answer. Sizes in a class differ by a factor of less than four."""
     return nbytes.bit_length() // 2
 
 
 class Upload:
     """A running upload of one object, which is written from front to back.
 
-    obstore sends the bytes in the background. It uses the memory of the caller until it has sent them.
-    """
+    obstore sends the bytes in the background. It uses the memory of the caller until it has sent
+    them."""
 
     def __init__(self, bucket: Bucket, key: str, file: AsyncWritableFile) -> None:
         self._bucket = bucket
@@ -197,8 +199,8 @@ class Upload:
         return view.nbytes
 
     async def _write_part(self, part: memoryview) -> None:
-        # obstore cannot stop in the middle of a write. If the caller is interrupted, the write goes on,
-        # and `release` waits for it.
+        # obstore cannot stop in the middle of a write. If the caller is interrupted, the write goes
+        # on, and `release` waits for it.
         await asyncio.shield(track_request(self._get_file().write(part)))
 
     async def finish(self, *, publish: bool) -> None:
@@ -256,7 +258,10 @@ class Listing:
         return True
 
     def _start(self) -> AsyncIterator[Sequence[ObjectMeta]]:
-        """Start to list behind the last object, or from the start if the store does not sort its keys."""
+        """Return the pages behind the last object.
+
+        If the store does not sort its keys, the objects are dropped and the listing starts anew.
+        """
         import obstore
 
         keys = [remote_object.key for remote_object in self.objects]
@@ -273,7 +278,7 @@ class Listing:
 
 
 class Bucket:
-    """A bucket of an object store, and its client. All requests of Holdfast are methods of this class.
+    """A bucket of an object store, and its client. Every request of Holdfast is one of its methods.
 
     Every method may raise `StoreError`. Its `errno` is ENOENT if there is no such object.
     """
@@ -412,7 +417,7 @@ class Bucket:
             mode = {"e_tag": if_match}
 
         async def send() -> str | None:
-            async with lend_memory(data, kept=self.keeps_memory) as view:
+            async with lend_memory(data, is_kept=self.keeps_memory) as view:
                 request = obstore.put_async(
                     self.client,
                     key,
@@ -633,9 +638,8 @@ at_fork(after_in_child=_buckets.clear)
 def get_bucket(url: Url) -> Bucket:
     """Return the bucket of a URL.
 
-    All URLs of a bucket share a `Bucket`, as long as the environment does not change. Its client came
-    with the URL, or is created from the environment.
-    """
+    All URLs of a bucket share a `Bucket`, as long as the environment does not change. Its client
+    came with the URL, or is created from the environment."""
     if is_forked():
         raise make_fork_error(url)
     try:
@@ -658,7 +662,8 @@ def get_bucket(url: Url) -> Bucket:
         if cache_key not in _buckets:
             mark_used()
             client = _create_client(url) if url.client is None else url.client
-            _buckets[cache_key] = Bucket(url.root, client)  # type: ignore[arg-type]  # obstore checks it
+            # obstore checks the type of a client that the caller passed.
+            _buckets[cache_key] = Bucket(url.root, client)  # type: ignore[arg-type]
         return _buckets[cache_key]
 
 
@@ -668,8 +673,8 @@ def _create_client(url: Url) -> ObjectStore:
 
     if url.scheme == "memory":
         return stores.MemoryStore()
-    # A server that sends nothing for a minute has stalled. Uploads of large parts over slow lines may
-    # take minutes.
+    # A server that sends nothing for a minute has stalled. Uploads of large parts over slow lines
+    # may take minutes.
     options: ClientConfig = {
         "timeout": timedelta(minutes=10),
         "connect_timeout": timedelta(seconds=10),

@@ -15,8 +15,10 @@ from holdfast.errors import HoldfastError, NoSuchPath, Replaced, StoreError, Tru
 T = TypeVar("T")
 
 FIRST_PAUSE_S = 0.05
+"""The first pause after a failure."""
+
 MAX_PAUSE_S = 10.0
-"""The first pause after a failure, and the longest."""
+"""The longest pause between two attempts."""
 
 MAX_RETRY_S = 180.0
 """The total time during which a request is repeated."""
@@ -38,9 +40,11 @@ DENIED = re.compile(
 """Access was denied to a listing, for which the client has no exception class."""
 
 PERMANENT = re.compile(
-    r"status code: 4(?!08|29)\d\d|<Code>InvalidRange</Code>|Wanted range starting at \d+|Range started at \d+"
+    r"status code: 4(?!08|29)\d\d|<Code>InvalidRange</Code>|Wanted range starting at \d+"
+    r"|Range started at \d+"
 )
-"""The same request would fail again. The statuses 408 (timeout) and 429 (too many requests) pass."""
+"""The same request would fail again. The statuses 408 (timeout) and 429 (too many requests) pass.
+"""
 
 PAST_THE_END = re.compile(
     r"status code: 416|<Code>InvalidRange</Code>|Wanted range starting at \d+|Range started at \d+"
@@ -63,45 +67,42 @@ def translate_error(error: BaseException, url: str, action: str) -> BaseExceptio
 
     if isinstance(error, HoldfastError) or not isinstance(error, Exception):
         return error
-    if isinstance(error, FileNotFoundError) and "NoSuchBucket" in str(error):
-        return NoSuchPath("there is no such bucket", file=url)
-
     text = str(error)
-    error_type = StoreError
-    code = errno.EIO
-    message = f"{action} failed: {describe_failure(error)}"
     if isinstance(error, FileNotFoundError):
-        code = errno.ENOENT
-        message = "no such object"
-    elif isinstance(error, client_errors.AlreadyExistsError):
-        error_type = ConditionFailed
-        code = errno.EEXIST
-        message = "the object exists already"
-    elif isinstance(error, client_errors.PreconditionError | client_errors.NotModifiedError):
+        if "NoSuchBucket" in text:
+            return NoSuchPath("there is no such bucket", file=url)
+        return _make_error("no such object", url, errno.ENOENT)
+    if isinstance(error, client_errors.AlreadyExistsError):
+        return _make_error("the object exists already", url, errno.EEXIST, ConditionFailed)
+    if isinstance(error, client_errors.PreconditionError | client_errors.NotModifiedError):
         if action == "reading it":
-            error_type = Replaced
             message = "the object was replaced while the checkpoint was open; open it again"
-        else:
-            error_type = ConditionFailed
-            code = errno.EEXIST
-            message = "another program replaced the object meanwhile"
-    elif isinstance(
-        error, client_errors.PermissionDeniedError | client_errors.UnauthenticatedError
-    ) or DENIED.search(text):
-        code = errno.EACCES
+            return _make_error(message, url, errno.EIO, Replaced)
+        message = "another program replaced the object meanwhile"
+        return _make_error(message, url, errno.EEXIST, ConditionFailed)
+
+    access_errors = client_errors.PermissionDeniedError | client_errors.UnauthenticatedError
+    if isinstance(error, access_errors) or DENIED.search(text):
         message = f"{action}: access denied; check the credentials, and whether they have expired"
-    elif isinstance(error, client_errors.NotSupportedError):
+        return _make_error(message, url, errno.EACCES)
+    if isinstance(error, client_errors.NotSupportedError):
         return Unsupported(f"{action}: the store does not support it", file=url)
-    elif isinstance(error, client_errors.UnknownConfigurationKeyError | ValueError):
-        code = errno.EINVAL
+    if isinstance(error, client_errors.UnknownConfigurationKeyError | ValueError):
         message = f"{action}: the client rejected its configuration; check the environment"
-    elif PAST_THE_END.search(text):
+        return _make_error(message, url, errno.EINVAL)
+    if PAST_THE_END.search(text):
         return Truncated("the object ends before the range to read", file=url)
-    elif OTHER_RANGE.search(text):
+    if OTHER_RANGE.search(text):
         return Truncated("the store returned another range than the requested one", file=url)
-    translated_error = error_type(message, file=url)
-    translated_error.errno = code
-    return translated_error
+    return _make_error(f"{action} failed: {describe_failure(error)}", url, errno.EIO)
+
+
+def _make_error(
+    message: str, url: str, code: int, error_type: type[StoreError] = StoreError
+) -> StoreError:
+    error = error_type(message, file=url)
+    error.errno = code
+    return error
 
 
 def describe_failure(error: Exception) -> str:
@@ -114,14 +115,11 @@ def describe_failure(error: Exception) -> str:
         )
     status = STATUS.search(text)
     code = CODE.search(text)
-    parts = []
-    if status is not None:
-        parts.append(status[1])
+    server_answer = status[1] if status is not None else ""
     if code is not None:
-        parts.append(f"({code[1]})")
-    answer = " ".join(parts).strip()
-    if answer:
-        return answer
+        server_answer += f" ({code[1]})"
+    if server_answer:
+        return server_answer.strip()
     if TIMED_OUT.search(text):
         return "no answer came in time"
     if "dns error" in text:
@@ -149,9 +147,8 @@ def count_client_retries(error: Exception, action: str, max_retries: int) -> int
     """Return how often obstore has repeated a request by itself.
 
     The message of obstore contains the number for requests. If the body of an answer breaks off,
-    obstore requests the rest as often as it may, `max_retries` times, and does not report it. It does
-    not do so for the body of an error answer, which counts as part of the request.
-    """
+    obstore requests the rest as often as it may, `max_retries` times, and does not report it. It
+    does not do so for the body of an error answer, which counts as part of the request."""
     text = str(error)
     retries = re.search(r"after (\d+) retries", text)
     if retries is not None:

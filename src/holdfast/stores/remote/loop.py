@@ -1,14 +1,14 @@
 """Runs requests to object stores on one event loop, and ends all of them before the program ends.
 
-obstore answers from its own threads, which need the interpreter to deliver an answer. Up to Python 3.13,
-a thread that requests the interpreter while it shuts down aborts the process (SIGABRT; docs/design/023).
-Therefore:
+obstore answers from its own threads, which need the interpreter to deliver an answer. Up to Python
+3.13, a thread that requests the interpreter while it shuts down aborts the process (SIGABRT;
+docs/design/023). Therefore:
 
 1. A request counts as under way until the thread that answers it has left the interpreter. Its last
    action there is to ask the future whether it was `cancelled`, or to hand the result to the loop.
-   `RequestFuture` and `Events` override both calls and record that.
-2. Memory that was lent to obstore (`lend_memory`) is waited for, because returning it also needs the
-   interpreter.
+   `RequestFuture` and `RequestLoop` override both calls and record that.
+2. Memory that was lent to obstore (`lend_memory`) is waited for, because returning it also needs
+   the interpreter.
 3. When the program ends, requests of daemon threads are cancelled, their uploads are stopped, and
    everything under way is waited for. This happens after all `atexit` handlers that were registered
    since the import of Holdfast.
@@ -49,9 +49,10 @@ class RequestFuture(asyncio.Future[Any]):
         If it was, this is the last call of the thread of obstore that answers it.
         """
         is_cancelled = super().cancelled()
-        is_last_call = is_cancelled and threading.get_ident() != cast(Events, self.get_loop()).home
-        # No calls after this line: a call may let another thread run, and that thread would believe that
-        # this one has left already.
+        loop = cast(RequestLoop, self.get_loop())
+        is_last_call = is_cancelled and threading.get_ident() != loop.thread_id
+        # No calls after this line: a call may let another thread run, and that thread would believe
+        # that this one has left already.
         if is_last_call:
             self.has_left = True
             if self in active_requests:
@@ -59,17 +60,17 @@ class RequestFuture(asyncio.Future[Any]):
         return is_cancelled
 
 
-class Events(asyncio.SelectorEventLoop):
+class RequestLoop(asyncio.SelectorEventLoop):
     """An event loop whose futures are `RequestFuture`s."""
 
-    home = 0
+    thread_id = 0
     """The id of the thread that runs the loop."""
 
     def create_future(self) -> RequestFuture:
         return RequestFuture(loop=self)
 
     def run_forever(self) -> None:
-        self.home = threading.get_ident()
+        self.thread_id = threading.get_ident()
         super().run_forever()
 
     def list_requests(self) -> list[RequestFuture]:
@@ -92,13 +93,18 @@ class Events(asyncio.SelectorEventLoop):
         *args: *Ts,
         context: Any = None,  # noqa: ANN401
     ) -> asyncio.Handle:
+        """Schedule a callback, and record that the calling thread leaves the interpreter.
+
+        A thread of obstore hands over its answer with this call, its last one in Python.
+        """
         handle = super().call_soon_threadsafe(callback, *args, context=context)
-        answer = args[0] if args else None
-        if isinstance(answer, RequestFuture):
-            # No calls after this line, as in `RequestFuture.cancelled`.
-            answer.has_left = True
-            if answer in active_requests:
-                del active_requests[answer]  # noqa: RUF051
+        request = args[0] if args else None
+        if isinstance(request, RequestFuture):
+            # No calls after this line: a call may let another thread run, and that thread would
+            # believe that this one has left already.
+            request.has_left = True
+            if request in active_requests:
+                del active_requests[request]  # noqa: RUF051  # `pop` is a call
         return handle
 
 
@@ -109,19 +115,20 @@ def track_request(request: Awaitable[T]) -> Awaitable[T]:
     """
     if isinstance(request, RequestFuture):
         active_requests[request] = None
+        # The answer may have come before this function was called.
         if request.has_left:
             active_requests.pop(request, None)
     return request
 
 
 @asynccontextmanager
-async def lend_memory(data: bytes | memoryview, *, kept: bool) -> AsyncIterator[memoryview]:
+async def lend_memory(data: bytes | memoryview, *, is_kept: bool) -> AsyncIterator[memoryview]:
     """Lend memory to obstore. At the end of the block, wait until obstore has released it.
 
-    With `kept`, do not wait: a store in memory keeps what is put.
+    With `is_kept`, do not wait: a store in memory never releases what is put.
     """
     view = memoryview(data)
-    if kept:
+    if is_kept:
         yield view
         return
     active_requests[id(view)] = None
@@ -141,11 +148,11 @@ def is_released(view: memoryview) -> bool:
     return True
 
 
-async def poll_until(done: Callable[[], bool]) -> None:
+async def poll_until(is_done: Callable[[], bool]) -> None:
     """Wait for a condition that usually takes microseconds, for at most `LEAVING_S`."""
     poll_count = 0
     deadline = time.monotonic() + LEAVING_S
-    while not done() and time.monotonic() < deadline:
+    while not is_done() and time.monotonic() < deadline:
         poll_count += 1
         await asyncio.sleep(0 if poll_count < 20 else 0.001)
 
@@ -158,29 +165,42 @@ unfinished_uploads: dict[object, Callable[[], Coroutine[Any, Any, object]]] = {}
 
 _lock = make_fork_safe(threading.Lock())
 _thread: threading.Thread | None = None
-_loops: list[Events] = []
+_loops: list[RequestLoop] = []
 """The loops that run. The one with a thread is the first."""
-_used = False
-_forked = False
-_has_ended = False
+_was_used = False
+"""Whether this process has used the client."""
+_is_forked = False
+"""Whether this process is a fork of one that had used the client."""
+_is_ending = False
+"""Whether the program ends."""
 
 
-def wait_for_answer(ask: Callable[[], Awaitable[T]]) -> T:
-    """Send a request and wait for its answer. An interrupt cancels the request."""
+def wait_for_answer(send: Callable[[], Awaitable[T]]) -> T:
+    """Send a request to an object store and wait for its answer. An interrupt cancels the request.
 
-    async def work() -> T:
-        return await ask()
+    Requests of all threads run on one event loop, which has a thread of its own.
+
+    Args:
+        send: Sends the request. It is called on the thread of the loop.
+
+    Raises:
+        Unsupported: The program ends, or this process is a fork.
+    """
+
+    async def send_and_wait() -> T:
+        return await send()
 
     future = None
     with _lock:
         if _start_loop():
-            future = asyncio.run_coroutine_threadsafe(work(), _loops[0])
+            future = asyncio.run_coroutine_threadsafe(send_and_wait(), _loops[0])
     if future is None:
-        return _run_alone(work)
+        return _run_on_own_loop(send_and_wait)
     try:
         return future.result()
     except BaseException as error:
         future.cancel()
+        # Nobody but the end of the program cancels a request.
         if isinstance(error, CancelledError):
             raise _make_exit_error() from None
         raise
@@ -189,28 +209,33 @@ def wait_for_answer(ask: Callable[[], Awaitable[T]]) -> T:
 def _start_loop() -> bool:
     """Start the loop if necessary. Returns False if no thread can start or the program ends."""
     global _thread
-    if _forked:
+    if _is_forked:
         raise make_fork_error("")
-    if _thread is None and not _has_ended:
-        loop = Events()
+    if _thread is None and not _is_ending:
+        loop = RequestLoop()
         _thread = start_thread(loop.run_on_thread, name="object-store requests", daemon=True)
         if _thread is None:
             loop.close()
         else:
             _loops.insert(0, loop)
-    return _thread is not None and not _has_ended
+    return _thread is not None and not _is_ending
 
 
-def _run_alone(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a request on a loop of its own, in this thread."""
-    if _has_ended and threading.current_thread().daemon:
+def _run_on_own_loop(send: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Send a request on an event loop of its own, in this thread.
+
+    This is for processes that cannot start threads, and for requests while the program ends.
+    """
+    if _is_ending and threading.current_thread().daemon:
         raise _make_exit_error()
-    loop = Events()
+    loop = RequestLoop()
     _loops.append(loop)
     try:
         try:
-            return loop.run_until_complete(work())
+            return loop.run_until_complete(send())
         finally:
+            # The loop cannot be closed before the threads of obstore have handed over their
+            # answers.
             loop.run_until_complete(poll_until(lambda: not loop.list_requests()))
     except asyncio.CancelledError:
         raise _make_exit_error() from None
@@ -232,67 +257,76 @@ def _make_exit_error() -> Unsupported:
 
 
 @at_exit
-def _end() -> None:
-    """Wait for everything under way before the interpreter shuts down."""
-    global _has_ended
+def _finish_requests() -> None:
+    """Cancel all requests and wait for them, before the interpreter shuts down.
+
+    A thread of obstore that answers later would abort the process.
+    """
+    global _is_ending
     deadline = time.monotonic() + 2 * LEAVING_S
     with _lock:
-        _has_ended = True
+        _is_ending = True
     for loop in tuple(_loops):
-        with suppress(RuntimeError):  # closed meanwhile
-            loop.call_soon_threadsafe(_give_up, loop)
-    while (
-        active_requests or (_thread is not None and _thread.is_alive())
-    ) and time.monotonic() < deadline:
-        with suppress(KeyboardInterrupt):  # it ends already
+        # The loop may have been closed meanwhile.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(_cancel_requests, loop)
+
+    while time.monotonic() < deadline:
+        has_thread = _thread is not None and _thread.is_alive()
+        if not active_requests and not has_thread:
+            break
+        # The program ends already, so another interrupt changes nothing.
+        with suppress(KeyboardInterrupt):
             time.sleep(0.001)
 
 
-def _give_up(loop: Events) -> None:
+def _cancel_requests(loop: RequestLoop) -> None:
     """Cancel the requests of a loop. If it has a thread, also stop the uploads and the loop."""
     tasks = asyncio.all_tasks(loop)
     for request in (*tasks, *loop.list_requests()):
         request.cancel()
     if _thread is not None and loop is _loops[0]:
-        _stop_tasks.add(loop.create_task(_stop(loop, tasks)))
+        _stop_tasks.add(loop.create_task(_stop_loop(loop, tasks)))
 
 
 _stop_tasks: set[object] = set()
 """Keeps tasks alive. A loop has only weak references to its tasks."""
 
 
-async def _stop(loop: Events, tasks: set[asyncio.Task[Any]]) -> None:
-    if tasks:
-        await asyncio.wait(tasks, timeout=LEAVING_S)
-    for drop in list(unfinished_uploads.values()):
-        await drop()
+async def _stop_loop(loop: RequestLoop, cancelled_tasks: set[asyncio.Task[Any]]) -> None:
+    """Stop the uploads and the loop, when the cancelled tasks have ended."""
+    if cancelled_tasks:
+        await asyncio.wait(cancelled_tasks, timeout=LEAVING_S)
+    for stop_upload in list(unfinished_uploads.values()):
+        await stop_upload()
     await poll_until(lambda: not loop.list_requests())
     loop.stop()
 
 
 def mark_used() -> None:
     """Record that the client was used. It does not work in processes that fork from now on."""
-    global _used
-    _used = True
+    global _was_used
+    _was_used = True
 
 
 def is_forked() -> bool:
     """Return whether this process is a fork of one that had used the client."""
-    return _forked
+    return _is_forked
 
 
 def make_fork_error(file: str) -> Unsupported:
-    message = "this process is a fork of one that had used object stores, and their client cannot be forked"
+    """Return the error for a request in a forked process. `file` is the URL of the request."""
     return Unsupported(
-        f"{message}; start processes with 'spawn' or 'forkserver', or fork before the first use of a URL",
+        "this process is a fork of one that had used object stores, and their client cannot be "
+        "forked; start processes with 'spawn' or 'forkserver', or fork before the first use of a URL",
         file=file,
     )
 
 
 def _forget_parent() -> None:
-    # The threads of the loop and of the client exist only in the parent. Nothing would answer.
-    global _forked, _thread
-    _forked = _forked or _used
+    """Drop the loops of the parent in a forked child, where their threads do not exist."""
+    global _is_forked, _thread
+    _is_forked = _is_forked or _was_used
     _thread = None
     _loops.clear()
     active_requests.clear()

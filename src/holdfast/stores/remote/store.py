@@ -4,15 +4,14 @@
 request, and no listing. If the URL ends like a file, it requests the object itself before that. If
 neither exists, it lists the prefix.
 
-**Reading a single version.** The first answer for each object has its ETag and its size. Every later
-request requires that ETag, so an object that was replaced meanwhile is an error. The sizes that an
-index records (`expect_size`) are compared with the first answer.
+**Reading a single version.** The first answer for each object has its ETag and its size. Every
+later request requires that ETag, so an object that was replaced meanwhile is an error. The sizes
+that an index records (`expect_size`) are compared with the first answer.
 
-**Headers** are read through windows (`peek`). The first and the last window of an object are fetched as
-a whole, because a header, a zip directory or a pickle is parsed piece by piece. Elements of tensors are
-fetched exactly, unless a window has them: an object that is shorter than a window is opened and read
-with one request.
-"""
+**Headers** are read through windows (`peek`). The first and the last window of an object are
+fetched as a whole, because a header, a zip directory or a pickle is parsed piece by piece. Elements
+of tensors are fetched exactly, unless a window has them: an object that is shorter than a window is
+opened and read with one request."""
 
 from __future__ import annotations
 
@@ -44,14 +43,18 @@ WINDOW_NBYTES = 128 << 10
 """The size of a window. Nine in ten safetensors headers are shorter."""
 
 MAX_WINDOWS = 64
+"""Windows that a store keeps in memory."""
 
 REQUEST_NBYTES = 8 << 20
-"""The largest size of one request. Several of them share a slow connection, and losing one is cheap."""
+"""The largest size of one request. Several of them share a slow connection, and losing one is
+cheap."""
 
 REQUESTS = 24
 """Requests at the same time. At 20 to 50 ms and 50 to 100 MB/s each, they fill 10 Gbit/s."""
 
 MANIFEST = "holdfast.json"
+
+Keys = list[str]
 
 Version = tuple[int, str | None]
 """Size and ETag of an object."""
@@ -92,23 +95,30 @@ class RemoteStore(Store):
         self._indexed_nbytes: dict[str, int] = {}
         """Sizes that an index records, until the first answer for the object."""
         self._windows: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
-        self._keys: list[str] | None = None
+        self._keys: Keys | None = None
         self._is_gone = False
         self._is_closed = False
         self._single: str | None = None
         self._folder_store: RemoteStore | None = None
 
-        probes = [self._open_native, self._open_object]
+        # Each of these takes one request. Most URLs with a suffix are objects, and most others are
+        # native checkpoints.
+        probes = [self._read_manifest, self._read_first_window]
         if url.has_suffix:
             probes.reverse()
         if not any(probe() for probe in probes) and not self.list():
             raise NoSuchPath("no such object, and no objects under this prefix", file=self.name)
 
-    def _open_native(self) -> bool:
-        """Read the manifest. Returns False if there is none."""
-        answer = find_existing(
-            self.bucket.get_object, self._object_key(MANIFEST), self._limits.index_nbytes
-        )
+    def _read_manifest(self) -> bool:
+        """Read the manifest of a native checkpoint under this prefix.
+
+        The format reads it again later, so the store keeps its content as windows.
+
+        Returns:
+            False if there is no manifest.
+        """
+        manifest_key = self._object_key(MANIFEST)
+        answer = find_existing(self.bucket.get_object, manifest_key, self._limits.index_nbytes)
         if answer is None:
             return False
         self._record_version(MANIFEST, answer.metadata)
@@ -117,8 +127,8 @@ class RemoteStore(Store):
             self._windows[MANIFEST, start // WINDOW_NBYTES] = window
         return True
 
-    def _open_object(self) -> bool:
-        """Read the first window of an object. Returns False if there is no object at the URL."""
+    def _read_first_window(self) -> bool:
+        """Read the first bytes of the object at the URL. Returns False if there is no such object."""
         key = self._url.key
         if not key:
             return False
@@ -131,9 +141,10 @@ class RemoteStore(Store):
             if error.errno != errno.ENOENT:
                 raise
             return False
-        self._single = key.rpartition("/")[2]
-        self._record_version(self._single, answer.metadata)
-        self._windows[self._single, 0] = answer.data
+        file_name = key.rpartition("/")[2]
+        self._single = file_name
+        self._record_version(file_name, answer.metadata)
+        self._windows[file_name, 0] = answer.data
         return True
 
     @property
@@ -181,21 +192,31 @@ class RemoteStore(Store):
         if self._single is not None:
             return [self._single]
         if self._keys is None:
-            prefix = f"{self._url.key}/" if self._url.key else ""
-            # Twice the limit, because the listing also has files that do not count.
-            objects: dict[str, RemoteObject] = {}
-            for remote_object in self.bucket.list_objects(prefix, max(self._limits.files, 1) * 2):
-                if remote_object.key.startswith(prefix):
-                    objects[remote_object.key[len(prefix) :]] = remote_object
-            keys = sorted(key for key in objects if _is_checkpoint_file(key))
-            if len(keys) > self._limits.files:
-                message = f"more files than Limits(files={self._limits.files})"
-                raise LimitExceeded(message, file=self.name, expected=self._limits.files)
-            with self._lock:
-                for key in keys:
-                    self._versions.setdefault(key, (objects[key].nbytes, objects[key].etag))
-            self._keys = keys
-        return list(self._keys)
+            self._keys = self._list_files()
+        return self._keys.copy()
+
+    def _list_files(self) -> Keys:
+        """List the objects under the prefix. Returns the keys of the files of a checkpoint.
+
+        The versions of the objects are recorded, so no more requests are needed to know their
+        sizes."""
+        prefix = f"{self._url.key}/" if self._url.key else ""
+        # Twice the limit, because the prefix may also have objects that are not files of a
+        # checkpoint.
+        max_objects = max(self._limits.files, 1) * 2
+        objects: dict[str, RemoteObject] = {}
+        for remote_object in self.bucket.list_objects(prefix, max_objects):
+            key = remote_object.key.removeprefix(prefix)
+            if remote_object.key.startswith(prefix) and _is_checkpoint_file(key):
+                objects[key] = remote_object
+        if len(objects) > self._limits.files:
+            message = f"more files than Limits(files={self._limits.files})"
+            raise LimitExceeded(message, file=self.name, expected=self._limits.files)
+
+        with self._lock:
+            for key, remote_object in objects.items():
+                self._versions.setdefault(key, (remote_object.nbytes, remote_object.etag))
+        return sorted(objects)
 
     def size(self, key: str) -> int:
         self._check_open()
@@ -217,12 +238,15 @@ class RemoteStore(Store):
             self.peek(key, start, out)
             return
         for offset in range(0, out.nbytes, REQUEST_NBYTES):
-            piece = out[offset : offset + REQUEST_NBYTES]
-            piece_start = start + offset
-            piece[:] = self._fetch_range(key, piece_start, piece_start + piece.nbytes)
+            block = out[offset : offset + REQUEST_NBYTES]
+            block_start = start + offset
+            block[:] = self._fetch_range(key, block_start, block_start + block.nbytes)
 
     def peek(self, key: str, start: int, out: memoryview) -> None:
-        """Fill `out` from windows: those that were fetched before, or new ones."""
+        """Fill `out` with bytes of a header, an index or a pickle.
+
+        Such a file is parsed piece by piece. Therefore its bytes come from windows, blocks of 128
+        KiB that are fetched as a whole and kept, and not from a request for each piece."""
         nbytes = self.size(key)
         stop = start + out.nbytes
         if start < 0 or stop > nbytes:
@@ -233,9 +257,10 @@ class RemoteStore(Store):
         for window_index in _window_indices(start, stop):
             window = self._get_window(key, window_index, nbytes)
             window_start = window_index * WINDOW_NBYTES
-            low = max(start, window_start)
-            high = min(stop, window_start + WINDOW_NBYTES)
-            out[low - start : high - start] = window[low - window_start : high - window_start]
+            copy_start = max(start, window_start)
+            copy_stop = min(stop, window_start + WINDOW_NBYTES)
+            content = window[copy_start - window_start : copy_stop - window_start]
+            out[copy_start - start : copy_stop - start] = content
 
     def stamp(self, key: str) -> Stamp:
         self._check_open()
@@ -297,10 +322,17 @@ class RemoteStore(Store):
             raise Closed("the checkpoint was closed; open it again to read from it", file=self.name)
 
     def _make_truncated(self, key: str, start: int, stop: int, nbytes: int) -> Truncated:
+        """Return the error for a range that ends behind an object of `nbytes` bytes."""
         message = f"cannot read bytes {start} to {stop} of an object of {nbytes} bytes"
         return Truncated(message, file=self.label(key), offset=nbytes)
 
     def _fetch_range(self, key: str, start: int, stop: int) -> memoryview:
+        """Request a range of an object.
+
+        Raises:
+            Truncated: The object ends before the range does.
+            Replaced: The object has another version than at its first answer.
+        """
         with self._lock:
             version = self._versions.get(key)
         if version is not None and stop > version[0]:
@@ -316,25 +348,32 @@ class RemoteStore(Store):
         return answer.data
 
     def _has_windows(self, key: str, start: int, stop: int) -> bool:
+        """Return whether a range can be read without a request."""
         return all((key, index) in self._windows for index in _window_indices(start, stop))
 
     def _get_window(self, key: str, window_index: int, nbytes: int) -> memoryview:
-        """Return a window of an object of `nbytes` bytes, and fetch it if necessary."""
+        """Return one window (`WINDOW_NBYTES` bytes) of an object, and fetch it if necessary.
+
+        Args:
+            key: The key of the object.
+            window_index: The position of the window in the object, counted in windows.
+            nbytes: The size of the object.
+        """
         with self._lock:
             window = self._windows.get((key, window_index))
             if window is not None:
                 self._windows.move_to_end((key, window_index))
                 return window
 
-        # The last window is fetched together with the one before it. A zip directory lies at the end,
-        # and nobody knows yet where it starts.
+        # The last window is fetched together with the one before it. A zip directory lies at the
+        # end, and nobody knows yet where it starts.
         last_index = (nbytes - 1) // WINDOW_NBYTES
         first_index = window_index
         if window_index == last_index:
             first_index = max(window_index - 1, 0)
         fetch_start = first_index * WINDOW_NBYTES
-        start = window_index * WINDOW_NBYTES
-        data = self._fetch_range(key, fetch_start, min(start + WINDOW_NBYTES, nbytes))
+        window_start = window_index * WINDOW_NBYTES
+        data = self._fetch_range(key, fetch_start, min(window_start + WINDOW_NBYTES, nbytes))
         with self._lock:
             for index in range(first_index, window_index + 1):
                 offset = index * WINDOW_NBYTES - fetch_start
@@ -342,10 +381,15 @@ class RemoteStore(Store):
             # Drop the windows that were used least recently, but keep the manifest.
             while len(self._windows) > MAX_WINDOWS and next(iter(self._windows))[0] != MANIFEST:
                 self._windows.popitem(last=False)
-        return data[start - fetch_start :]
+        return data[window_start - fetch_start :]
 
     def _record_version(self, key: str, remote_object: RemoteObject) -> Version:
-        """Record the version of an object at its first answer. Every later answer must match it."""
+        """Record the version of an object at its first answer. Every later answer must match it.
+
+        Raises:
+            Replaced: The object has another size or ETag than at its first answer.
+            Truncated, MetadataError: The object has another size than its index records.
+        """
         new_version = remote_object.nbytes, remote_object.etag
         with self._lock:
             version = self._versions.setdefault(key, new_version)

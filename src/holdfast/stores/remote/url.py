@@ -1,12 +1,12 @@
 """`Url`: the place of an object, or of all objects under a prefix.
 
-A `Url` is text, and goes wherever a path goes. `stores/place` documents the members that it shares with
-a path. A URL never contains credentials: they come from the environment, or with a client that the
-caller has made.
+A `Url` is text, and goes wherever a path goes. `stores/place` documents the members that it shares
+with a path. A URL never contains credentials: they come from the environment, or with a client that
+the caller has made.
 
     s3://bucket/run/step-1000      Amazon S3 and compatible servers (AWS_ENDPOINT_URL); also s3a://
     gs://bucket/run/step-1000      Google Cloud Storage
-    az://container/run/step-1000   Azure Blob Storage (AZURE_STORAGE_ACCOUNT_NAME); also abfs://, abfss://
+    az://container/run/step-1000   Azure Blob Storage (AZURE_STORAGE_ACCOUNT_NAME); also abfs[s]://
     memory://name/run/step-1000    a store in this process, for tests
 """
 
@@ -55,8 +55,8 @@ Recover = Callable[[str], str | None]
 
 class Url(str):
     client: object | None = None
-    """The obstore store that the caller passed, whose root is the bucket. None if Holdfast makes the
-    client from the environment."""
+    """The obstore store that the caller passed, whose root is the bucket. None if Holdfast makes
+    the client from the environment."""
     folder: bool = False
     """Whether the user wrote a slash at the end, which marks a directory."""
 
@@ -78,8 +78,8 @@ class Url(str):
 
     @property
     def identity(self) -> tuple[object, ...]:
-        # Stores in memory have no names, so their clients tell them apart. Two clients of one bucket
-        # reach the same objects.
+        # Stores in memory have no names, so their clients tell them apart. Two clients of one
+        # bucket reach the same objects.
         client_id = id(self.client) if self.scheme == "memory" else None
         return "object", self.root, self.key, client_id
 
