@@ -97,6 +97,29 @@ def test_commands_are_all_there():
     assert "`--help`" in content_of(ROOT / "docs/reference/commands.md")
 
 
+def test_the_page_of_errors_lists_every_class_of_errors():
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
+    assert "<!-- errors -->" in page
+    assert "<!-- names: holdfast.errors -->" in page
+
+    table = tool("errors").as_markdown()
+    listed_names = re.findall(r"^\| \[`(\w+)`\]", table, re.MULTILINE)
+    classes = [value for value in vars(holdfast.errors).values() if is_error(value)]
+    assert listed_names == [error_class.__name__ for error_class in classes]
+    assert "(#holdfast.errors.Truncated) | `ValueError`, `EOFError` |" in table
+
+
+def is_error(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, holdfast.HoldfastError | UserWarning)
+
+
+@pytest.mark.parametrize("section", ["Cause:", "Example:", "What to do:"])
+def test_the_docstring_of_every_error_has_all_sections(section: str):
+    classes = tool("errors").list_classes()
+    incomplete = [error.__name__ for error in classes if f"\n    {section}\n" not in error.__doc__]
+    assert incomplete == []
+
+
 PLOTS = [
     mark
     for page in PAGES

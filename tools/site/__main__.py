@@ -6,6 +6,7 @@ docs/ is copied, and what a page only names is put in its place:
 
     <!-- names: holdfast.torch load save -->   these public names, by their docstrings
     <!-- commands -->                           every command, as argparse knows it
+    <!-- errors -->                             a table of all errors
     <!-- plot: slices: slices-*: Slices -->       figures of docs/measured/slices.json as a drawing
 
 CHANGELOG and CONTRIBUTING come along. So the generator needs no plugin of ours, and can be another one tomorrow. Whatever is wrong
@@ -20,6 +21,7 @@ import sys
 from pathlib import Path
 
 import commands
+import errors
 import plots
 import reference
 
@@ -44,7 +46,7 @@ WEIGHTS = {
 WIDE = {"index.md"}
 """Pages without columns beside the text."""
 
-MARK = re.compile(r"^<!-- (names|commands|plot)(?:: (.+?))? -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- (names|commands|errors|plot)(?:: (.+?))? -->$", re.MULTILINE)
 
 
 def main() -> int:
@@ -76,6 +78,8 @@ def _made(kind: str, what: str, names: reference.Names, page: Path) -> str:
         return names.listed(what, page.name)
     if kind == "commands":
         return commands.as_markdown()
+    if kind == "errors":
+        return errors.as_markdown()
     return plots.drawn(ROOT / "docs" / "measured", what)
 
 

@@ -80,8 +80,11 @@ def _sentences(error: Exception, arguments: Sequence[str]) -> list[str]:
     named = [commands[argument] for argument in arguments if argument in commands]
     verb.fill = partial(_add, named[0]) if named else None
     flags = flags_of(verb.filled())
-    if isinstance(error, CannotHold | DoesNotFit) and error.shown:
-        lines = [f"holdfast: {error.what}", *(f"  - {problem}" for problem in error.shown)]
+    if isinstance(error, CannotHold | DoesNotFit) and error.shown_problems:
+        lines = [
+            f"holdfast: {error.summary}",
+            *(f"  - {problem}" for problem in error.shown_problems),
+        ]
     else:
         lines = [f"holdfast: {_sentence(error)}"]
     # The memory budget is no field of Limits, and its message says what to pass.

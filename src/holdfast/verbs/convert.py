@@ -257,7 +257,7 @@ def _suggest_tensors_only(
         plan_save(target, transform(state, Edits(tensors_only=True)), format, options=options)
     except CannotHold:
         return error
-    message = error.what + " (keep the tensors alone with tensors_only=True)"
+    message = error.summary + " (keep the tensors alone with tensors_only=True)"
     return CannotHold(message, error.problems, file=error.file)
 
 
