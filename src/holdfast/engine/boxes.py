@@ -312,8 +312,8 @@ def _piece_ranges(pieces: Sequence[BoxPiece], scratch: Sequence[np.ndarray | Non
         addresses=np.concatenate(addresses),
         # The checksum of a storage is compared when all of its pieces are there: by `StorageChecks`.
         crcs=np.full(len(owners), NO_CRC, np.int64),
-        name=name,
-        damaged=damaged,
+        find_tensor_name=name,
+        describe_damage=damaged,
     )
 
 

@@ -120,7 +120,7 @@ class RangeSums:
                 data = read_joined(self._store, reads, number, scratch)
             except HoldfastError:
                 for owner, begin, end in pieces.rows():
-                    self.try_again(owner, begin, scratch.of(end - begin))
+                    self.try_again(owner, begin, scratch.reserve(end - begin))
             else:
                 self.add(pieces, int(reads.starts[number]), data)
             if progress is not None:

@@ -1,281 +1,394 @@
-"""Reads contiguous ranges of files into memory: the path on which elements reach a destination.
+"""Reads contiguous ranges of files into memory. The bytes of every tensor pass through here.
 
-A contiguous row of a table is one range and its array the destination; so is a storage of a torch file or a tensor of a model. All
-others (strided, split, swapped, packed) are made of ranges by engine/boxes.py.
+A contiguous row of a table is one range, and its array is the destination. So is a storage of a
+torch file, or a tensor of a model. All other tensors (strided, split, byte-swapped, packed) are
+read by engine/boxes.py as several ranges.
 
-Tasks of a few megabytes are shared out to threads. Each thread keeps one piece of scratch memory, as long as its longest joined
-read. So memory beyond the destinations is `threads × block`.
+Short neighboring ranges are read together into scratch memory and copied from there to their
+destinations. A long range is read straight to its destination, a block of the file at a time. If
+the file records the CRC-32 of a range, it is compared while the bytes are in the cache.
 
-Short neighbours are read together and copied out of scratch memory. A long range is read straight to its destination, a block of
-the file at a time. A recorded CRC-32 is compared with the one of the bytes that came.
+Threads share the work in tasks of a few megabytes. Each thread has scratch memory for its longest
+joined read, so memory beyond the destinations is at most one block for each thread.
 """
 
 from __future__ import annotations
 
 import ctypes
-import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
 
-from holdfast.core.arrays import Ints
+from holdfast.core.arrays import Bools, Ints
 from holdfast.core.crc import BlockCrcs, crc32, has_crcs
 from holdfast.core.protocols import Store
 from holdfast.core.runtime import address_of, memory_at
 from holdfast.core.table import Column
 from holdfast.core.tensor import NO_CRC
 from holdfast.core.value import Value
-from holdfast.engine.coalesce import RECORDS, JoinedReads, JoinPolicy, Ranges, join_ranges
+from holdfast.engine.coalesce import (
+    RECORDS,
+    JoinedReads,
+    JoinPolicy,
+    RangePieces,
+    Ranges,
+    join_ranges,
+)
 from holdfast.engine.threads import INLINE_NBYTES, Scratch, run_reads
 from holdfast.errors import Corrupted, HoldfastError, error_context
 
-TASK_READS = 2048
+MAX_TASK_READS = 2048
 """The most joined reads that a thread takes at a time."""
 
 FEW_RANGES = 32
-"""Joining ranges takes 150 µs however few there are, and reading one of them 2 µs."""
+"""Up to this many ranges of a local file are read one by one. To plan joined reads takes 150 µs
+however few ranges there are, and to read one range takes 2 µs."""
 
 
 class RangeReads(Value, frozen=True, eq=False):
-    """Contiguous ranges of files, each with its destination in memory. The caller keeps the memory alive."""
+    """Ranges of files and the memory that each of them is read to, as columns.
+
+    The caller keeps the memory alive until everything is read.
+    """
 
     keys: Sequence[str]
+    """The files."""
     files: Column
-    """The file of each range, as a position in `keys`."""
+    """The file of each range, as an index into `keys`."""
     starts: Column
+    """The first byte of each range in its file."""
     nbytes: Column
+    """The size of each range."""
     addresses: Column
+    """The address in memory that each range is read to."""
     crcs: Column
-    """The CRC-32 of each range, or `NO_CRC`."""
-    name: Callable[[int], str]
-    """The tensor of a range, by its number, for messages."""
-    damaged: Callable[[int, int], Corrupted]
-    """The error for a range that has another checksum: takes its number and the checksum of its bytes."""
+    """The CRC-32 that the bytes of each range must have, or `NO_CRC`."""
+    find_tensor_name: Callable[[int], str]
+    """Returns the tensor of a range, given the index of the range. For error messages."""
+    describe_damage: Callable[[int, int], Corrupted]
+    """Returns the error for a range whose bytes have another CRC-32 than recorded. Receives the
+    index of the range and the CRC-32 of the bytes that were read."""
 
 
 def read_ranges(
     store: Store, reads: RangeReads, *, threads: int, policy: JoinPolicy = RECORDS
 ) -> int:
-    """Read every range to its destination and return how many bytes were read.
+    """Read every range to its destination.
 
-    Raises the error of a range that cannot be read, or whose checksum does not match.
+    Args:
+        store: The store that has the files.
+        reads: The ranges and their destinations.
+        threads: The most threads that read at the same time.
+        policy: Which neighboring ranges are read together.
+
+    Returns:
+        The number of bytes that were read, including gaps between joined ranges.
+
+    Raises:
+        Corrupted: A range does not have its recorded checksum.
+        HoldfastError: A range cannot be read. The error names the tensor.
     """
-    # A few ranges of a local file are read sooner one by one than they are joined. Memory needs no
-    # joining at all.
     profile = store.read_profile
-    has_few = len(reads.starts) <= FEW_RANGES and not (
-        profile.request_count or profile.is_sequential
-    )
-    if has_few or len(reads.starts) == 1 or profile.is_in_memory:
+    is_local = not (profile.request_count or profile.is_sequential)
+    is_few = len(reads.starts) == 1 or (is_local and len(reads.starts) <= FEW_RANGES)
+    # Memory is its own cache, so joining reads of it saves nothing.
+    if is_few or profile.is_in_memory:
         total_nbytes = int(sum(reads.nbytes))
         if total_nbytes < INLINE_NBYTES:
             _read_one_by_one(store, reads)
             return total_nbytes
 
-    columns = (reads.files, reads.starts, reads.nbytes, reads.addresses, reads.crcs)
-    files, starts, nbytes, addresses, crcs = (np.asarray(column, np.int64) for column in columns)
-    ranges = Ranges(reads.keys, files, starts, nbytes)
+    starts = np.asarray(reads.starts, np.int64)
+    nbytes = np.asarray(reads.nbytes, np.int64)
+    ranges = Ranges(reads.keys, np.asarray(reads.files, np.int64), starts, nbytes)
+    addresses = np.asarray(reads.addresses, np.int64)
+    crcs = np.asarray(reads.crcs, np.int64)
     scratch = Scratch()
-    file_reads = [
-        _FileReads(store, reads, ranges, parts, addresses=addresses, crcs=crcs, scratch=scratch)
-        for parts in join_ranges(ranges, policy)
-    ]
-    total_nbytes = sum(file.parts.nbytes for file in file_reads)
-    # Of a remote store each joined read is a task, so that none waits for another.
-    task_nbytes = 1 if profile.request_count else policy.block_nbytes
-    tasks = [
-        partial(file.run, first, last, policy.block_nbytes)
-        for file in file_reads
-        for first, last in split_into_tasks(file.parts, task_nbytes)
-    ]
+    file_readers: list[_FileReader] = []
+    for joined_reads in join_ranges(ranges, policy):
+        reader = _FileReader(
+            store, reads, ranges, joined_reads, addresses=addresses, crcs=crcs, scratch=scratch
+        )
+        file_readers.append(reader)
+
+    total_nbytes = sum(reader.joined_reads.nbytes for reader in file_readers)
     has_threads = profile.request_count or total_nbytes >= INLINE_NBYTES
+    # Each request to a remote store is a task of its own, so that none waits for another.
+    task_nbytes = 1 if profile.request_count else policy.block_nbytes
+    tasks: list[Callable[[], None]] = []
+    for reader in file_readers:
+        for first_read, stop_read in split_into_tasks(reader.joined_reads, task_nbytes):
+            tasks.append(partial(reader.run, first_read, stop_read, policy.block_nbytes))
     run_reads(tasks, threads if has_threads else 1, stores=[store])
-    for file in file_reads:
-        file.finish()
+    for reader in file_readers:
+        reader.check_cut_ranges()
     return total_nbytes
-
-
-def read_to_scratch(
-    store: Store, ranges: Ranges, name: Callable[[int], str], *, policy: JoinPolicy
-) -> np.ndarray:
-    """Read ranges to fresh memory on this thread, one behind the other. No checksum is compared."""
-    out = np.empty(int(ranges.nbytes.sum()), np.uint8)
-    addresses = address_of(out) + ranges.nbytes.cumsum() - ranges.nbytes
-    crcs = np.full(len(ranges), NO_CRC, np.int64)
-    reads = RangeReads(
-        ranges.keys, ranges.files, ranges.starts, ranges.nbytes, addresses, crcs, name, _no_checksum
-    )
-    read_ranges(store, reads, threads=1, policy=policy)
-    return out
-
-
-def _no_checksum(number: int, crc: int) -> Corrupted:
-    raise AssertionError("there is no checksum to compare")
 
 
 def _read_one_by_one(store: Store, reads: RangeReads) -> None:
     """Read short ranges one after the other, on this thread."""
     columns = (reads.files, reads.starts, reads.nbytes, reads.addresses, reads.crcs)
     lists = [column.tolist() if isinstance(column, np.ndarray) else column for column in columns]
-    for number, (file, start, nbytes, address, crc) in enumerate(zip(*lists, strict=True)):
+    rows = zip(*lists, strict=True)
+    for range_index, (file, start, nbytes, address, recorded_crc) in enumerate(rows):
         if not nbytes:
             continue
         out = memory_at(address, nbytes)
         try:
             store.read(reads.keys[file], start, out)
         except HoldfastError as error:
-            with error_context(tensor=reads.name(number)):
+            with error_context(tensor=reads.find_tensor_name(range_index)):
                 raise error
-        if crc != NO_CRC and (found := crc32(out)) != crc:
-            raise reads.damaged(number, found)
+        if recorded_crc != NO_CRC:
+            crc = crc32(out)
+            if crc != recorded_crc:
+                raise reads.describe_damage(range_index, crc)
 
 
-def split_into_tasks(reads: JoinedReads, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the joined reads of one file as tasks of about so many bytes: the first read, and the one behind the last."""
-    reach = (reads.stops - reads.starts).cumsum()
-    first = before = 0
-    while first < len(reach):
-        last = int(reach.searchsorted(before + nbytes, side="right"))
-        last = min(max(last, first + 1), first + TASK_READS)
-        yield first, last
-        first, before = last, int(reach[last - 1])
+def read_to_scratch(
+    store: Store, ranges: Ranges, find_tensor_name: Callable[[int], str], *, policy: JoinPolicy
+) -> np.ndarray:
+    """Read ranges on this thread, one behind the other into new memory.
+
+    Recorded checksums are not compared.
+
+    Args:
+        store: The store that has the files.
+        ranges: The ranges, in the order of their bytes in the result.
+        find_tensor_name: Returns the tensor of a range, given its index. For error messages.
+        policy: Which neighboring ranges are read together.
+
+    Returns:
+        The bytes of all ranges.
+    """
+    out = np.empty(int(ranges.nbytes.sum()), np.uint8)
+    offsets = ranges.nbytes.cumsum() - ranges.nbytes
+    reads = RangeReads(
+        keys=ranges.keys,
+        files=ranges.files,
+        starts=ranges.starts,
+        nbytes=ranges.nbytes,
+        addresses=address_of(out) + offsets,
+        crcs=np.full(len(ranges), NO_CRC, np.int64),
+        find_tensor_name=find_tensor_name,
+        describe_damage=_reject_unrecorded_crc,
+    )
+    read_ranges(store, reads, threads=1, policy=policy)
+    return out
 
 
-def read_joined(store: Store, reads: JoinedReads, number: int, scratch: Scratch) -> memoryview:
-    """Return the bytes of a joined read: as they lie in memory already, or read to scratch memory."""
-    start, stop = reads.starts.item(number), reads.stops.item(number)
-    memory = store.map(reads.key) if store.read_profile.is_in_memory else None
-    if memory is not None and stop <= memory.nbytes:
-        return memory[start:stop]
-    data = scratch.of(stop - start)
+def _reject_unrecorded_crc(range_index: int, crc: int) -> Corrupted:
+    raise AssertionError("a checksum was compared, but none is recorded")
+
+
+def split_into_tasks(reads: JoinedReads, task_nbytes: int) -> Iterator[tuple[int, int]]:
+    """Divide the reads of one file into tasks of about equal size.
+
+    Yields:
+        For each task, the index of its first read and the one after its last read.
+    """
+    end_offsets = (reads.stops - reads.starts).cumsum()
+    first_read = 0
+    task_start = 0
+    while first_read < len(end_offsets):
+        stop_read = int(end_offsets.searchsorted(task_start + task_nbytes, side="right"))
+        stop_read = min(max(stop_read, first_read + 1), first_read + MAX_TASK_READS)
+        yield first_read, stop_read
+        first_read = stop_read
+        task_start = int(end_offsets[stop_read - 1])
+
+
+def read_joined(store: Store, reads: JoinedReads, read_index: int, scratch: Scratch) -> memoryview:
+    """Return the bytes of one joined read.
+
+    Bytes that are in memory already are not copied. All others are read into scratch memory, where
+    they stay until this thread reads again.
+    """
+    start = reads.starts.item(read_index)
+    stop = reads.stops.item(read_index)
+    if store.read_profile.is_in_memory:
+        content = store.map(reads.key)
+        if content is not None and stop <= content.nbytes:
+            return content[start:stop]
+    data = scratch.reserve(stop - start)
     store.read(reads.key, start, data)
     return data
 
 
-class _FileReads:
-    """The ranges of one file, which are cut where its blocks end."""
+class _FileReader:
+    """Reads the ranges of one file to their destinations. Its methods may run on several threads.
+
+    The ranges are cut into pieces where blocks of the file end. Each joined read covers one piece
+    or several.
+    """
 
     def __init__(
-        self, store: Store, reads: RangeReads, ranges: Ranges, parts: JoinedReads, *, addresses: Ints,
-        crcs: Ints, scratch: Scratch,
-    ) -> None:  # fmt: skip
+        self,
+        store: Store,
+        reads: RangeReads,
+        ranges: Ranges,
+        joined_reads: JoinedReads,
+        *,
+        addresses: Ints,
+        crcs: Ints,
+        scratch: Scratch,
+    ) -> None:
+        """Prepare to read one file. `addresses` and `crcs` are those of all `ranges`."""
         self._store = store
         self._reads = reads
         self._ranges = ranges
+        self._range_crcs = crcs
         self._scratch = scratch
-        self.parts = parts
-        owners = parts.pieces.range_indices
-        self._addresses = addresses[owners] + parts.pieces.starts - ranges.starts[owners]
-        self._crcs = crcs[owners]
-        self._recorded = crcs
-        self._is_whole = parts.pieces.stops - parts.pieces.starts == ranges.nbytes[owners]
-        self._sums: dict[int, BlockCrcs] = {}
+        self.joined_reads = joined_reads
 
-    def run(self, first: int, last: int, block: int) -> None:
-        """Do joined reads [first, last), one after the other.
+        pieces = joined_reads.pieces
+        range_indices = pieces.range_indices
+        offsets = pieces.starts - ranges.starts[range_indices]
+        self._piece_addresses: Ints = addresses[range_indices] + offsets
+        self._has_crc: Bools = crcs[range_indices] != NO_CRC
+        self._is_whole_range: Bools = pieces.stops - pieces.starts == ranges.nbytes[range_indices]
+        self._crcs_of_cut_ranges: dict[int, BlockCrcs] = {}
 
-        What has a checksum is read a block at a time.
+    def run(self, first_read: int, stop_read: int, block_nbytes: int) -> None:
+        """Do some of the joined reads, one after the other.
+
+        Args:
+            first_read: The index of the first joined read.
+            stop_read: The index after the last joined read.
+            block_nbytes: How many bytes of a range are read before their checksum is computed.
         """
-        heads = self.parts.first_pieces[first : last + 1]
-        parts = heads[:-1]
-        is_single = np.diff(heads) == 1
-        columns = (
-            np.where(is_single, self._addresses[parts], 0),
-            self._crcs[parts] != NO_CRC,
-            self.parts.starts[first:last],
-            self.parts.stops[first:last],
+        joined_reads = self.joined_reads
+        key = joined_reads.key
+        first_pieces = joined_reads.first_pieces[first_read : stop_read + 1]
+        is_single_piece = np.diff(first_pieces) == 1
+        first_pieces = first_pieces[:-1]
+
+        # A column of a matrix may be a million reads, so all arrays are indexed before the loop.
+        rows = zip(
+            is_single_piece.tolist(),
+            self._has_crc[first_pieces].tolist(),
+            self._piece_addresses[first_pieces].tolist(),
+            joined_reads.starts[first_read:stop_read].tolist(),
+            joined_reads.stops[first_read:stop_read].tolist(),
+            strict=True,
         )
-        # A column of a matrix is a million of these, so the loop looks nothing up.
-        memory, read, key = memory_at(0, sys.maxsize), self._store.read, self.parts.key
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        for number, (address, has_crc, start, stop) in enumerate(rows, first):
+        for read_index, (is_single, has_crc, address, start, stop) in enumerate(rows, first_read):
             try:
-                if not address:
-                    self._spread(
-                        number, read_joined(self._store, self.parts, number, self._scratch)
-                    )
-                elif not has_crc:
-                    read(key, start, memory[address : address + stop - start])
+                if not is_single:
+                    self._read_pieces(read_index)
+                elif has_crc:
+                    self._read_with_crc(read_index, memory_at(address, stop - start), block_nbytes)
                 else:
-                    owner = self.parts.pieces.range_indices.item(
-                        self.parts.first_pieces.item(number)
-                    )
-                    for begin in range(start, stop, block):
-                        nbytes = min(block, stop - begin)
-                        place = address + begin - start
-                        piece = memory[place : place + nbytes]
-                        read(key, begin, piece)
-                        self._add_to_sum(owner, begin, piece)
+                    self._store.read(key, start, memory_at(address, stop - start))
             except HoldfastError as error:
-                # Raised here, because a function that raised its argument would be in a reference
-                # cycle with it, which keeps everything alive that the caller holds.
-                with error_context(tensor=self._find_failed_tensor(number, error.tensor)):
+                # The error is raised here. A function that raises its argument is in a reference
+                # cycle with it, which would keep everything alive that the caller holds.
+                with error_context(tensor=self._find_failed_tensor(read_index, error.tensor)):
                     raise
 
-    def _spread(self, number: int, data: memoryview) -> None:
-        """Copy the ranges of a joined read to their destinations."""
-        origin = int(self.parts.starts[number])
-        span = slice(*self.parts.first_pieces[number : number + 2].tolist())
-        begins, ends, crcs = (
-            self.parts.pieces.starts[span],
-            self.parts.pieces.stops[span],
-            self._crcs[span],
+    def _read_with_crc(self, read_index: int, out: memoryview, block_nbytes: int) -> None:
+        """Read a single piece straight to its destination, and compute its checksum block by block."""
+        start = self.joined_reads.starts.item(read_index)
+        range_index = self._find_first_range(read_index)
+        for offset in range(0, out.nbytes, block_nbytes):
+            block = out[offset : offset + block_nbytes]
+            self._store.read(self.joined_reads.key, start + offset, block)
+            self._add_to_crc(range_index, start + offset, block)
+
+    def _read_pieces(self, read_index: int) -> None:
+        """Read several pieces by one call, and copy them to their destinations."""
+        data = read_joined(self._store, self.joined_reads, read_index, self._scratch)
+        read_start = self.joined_reads.starts.item(read_index)
+        pieces = self.joined_reads.select_pieces(read_index)
+        first_piece = self.joined_reads.first_pieces.item(read_index)
+        piece_indices = slice(first_piece, first_piece + len(pieces.starts))
+
+        if self._has_crc[piece_indices].any():
+            self._check_pieces(pieces, piece_indices, read_start, data)
+
+        data_address = np.frombuffer(data, np.uint8).ctypes.data
+        copies = zip(
+            self._piece_addresses[piece_indices].tolist(),
+            (pieces.starts + (data_address - read_start)).tolist(),
+            (pieces.stops - pieces.starts).tolist(),
+            strict=True,
         )
-        has_crc = crcs != NO_CRC
-        if has_crc.any():
-            # Whole ranges by one call; only where one is damaged each of them, to say which.
-            is_summed = has_crc & self._is_whole[span]
-            are_good = has_crcs(
-                data,
-                (begins[is_summed] - origin).tolist(),
-                (ends[is_summed] - origin).tolist(),
-                crcs[is_summed].tolist(),
-            )
-            left = has_crc & ~is_summed if are_good else has_crc
-            for part in left.nonzero()[0].tolist():
-                begin, end = begins.item(part), ends.item(part)
-                owner = int(self.parts.pieces.range_indices[span][part])
-                self._add_to_sum(owner, begin, data[begin - origin : end - origin])
+        for destination, source, nbytes in copies:
+            ctypes.memmove(destination, source, nbytes)
 
-        sources = begins + (np.frombuffer(data, np.uint8).ctypes.data - origin)
-        # By a map: to copy one takes less time than a turn of a loop.
-        deque(
-            map(
-                ctypes.memmove,
-                self._addresses[span].tolist(),
-                sources.tolist(),
-                (ends - begins).tolist(),
-            ),
-            maxlen=0,
-        )
+    def _check_pieces(
+        self, pieces: RangePieces, piece_indices: slice, read_start: int, data: memoryview
+    ) -> None:
+        """Compare the checksums of the ranges whose pieces a joined read contains.
 
-    def _find_failed_tensor(self, number: int, named_tensor: str | None) -> str:
-        """Return the name of the first tensor of a joined read, which could not be read.
-
-        If the error names no tensor, each range is read by itself first: the one that fails raises
-        an error that names its tensor.
+        Args:
+            pieces: The pieces.
+            piece_indices: Their indices among all pieces of the file.
+            read_start: The offset in the file of the first byte of `data`.
+            data: The bytes of the joined read.
         """
-        parts = [*self.parts.select_pieces(number).rows()]
-        if named_tensor is None and len(parts) > 1:
-            for owner, begin, end in parts:
-                with error_context(tensor=self._reads.name(owner)):
-                    self._store.read(self.parts.key, begin, memoryview(bytearray(end - begin)))
-        return self._reads.name(parts[0][0])
+        has_crc = self._has_crc[piece_indices]
+        is_whole_range = self._is_whole_range[piece_indices]
+        offsets = pieces.starts - read_start
+        stop_offsets = pieces.stops - read_start
 
-    def _add_to_sum(self, owner: int, start: int, data: memoryview) -> None:
-        _, first, nbytes = self._ranges.locate(owner)
-        if data.nbytes == nbytes:
-            self._compare(owner, crc32(data))
+        # All whole ranges are compared by one call, since a call for each takes longer. Only if it
+        # finds damage are they compared one by one, to find out which range is damaged.
+        whole_pieces = np.flatnonzero(has_crc & is_whole_range)
+        has_expected_crcs = has_crcs(
+            data,
+            offsets[whole_pieces].tolist(),
+            stop_offsets[whole_pieces].tolist(),
+            self._range_crcs[pieces.range_indices[whole_pieces]].tolist(),
+        )
+        needs_check = has_crc
+        if has_expected_crcs:
+            needs_check = has_crc & ~is_whole_range
+        for piece_index in np.flatnonzero(needs_check).tolist():
+            piece = data[offsets.item(piece_index) : stop_offsets.item(piece_index)]
+            range_index = pieces.range_indices.item(piece_index)
+            self._add_to_crc(range_index, pieces.starts.item(piece_index), piece)
+
+    def _find_first_range(self, read_index: int) -> int:
+        """Return the index of the first range that a joined read covers."""
+        first_piece = self.joined_reads.first_pieces.item(read_index)
+        return self.joined_reads.pieces.range_indices.item(first_piece)
+
+    def _find_failed_tensor(self, read_index: int, tensor_in_error: str | None) -> str:
+        """Return the tensor to name in the error of a joined read that failed.
+
+        If the error names no tensor yet, the pieces are read again one by one. The first of them
+        that fails raises an error that names its tensor.
+        """
+        pieces = self.joined_reads.select_pieces(read_index)
+        if tensor_in_error is None and len(pieces.starts) > 1:
+            for range_index, start, stop in pieces.rows():
+                with error_context(tensor=self._reads.find_tensor_name(range_index)):
+                    out = memoryview(bytearray(stop - start))
+                    self._store.read(self.joined_reads.key, start, out)
+        return self._reads.find_tensor_name(self._find_first_range(read_index))
+
+    def _add_to_crc(self, range_index: int, start: int, data: memoryview) -> None:
+        """Compare the checksum of a range, or remember the one of a part of it.
+
+        Args:
+            range_index: The range.
+            start: The offset of `data` in the file.
+            data: All bytes of the range, or some of them.
+        """
+        if data.nbytes == self._ranges.nbytes.item(range_index):
+            self._compare_crc(range_index, crc32(data))
         else:
-            self._sums.setdefault(owner, BlockCrcs()).add(start - first, data)
+            block_crcs = self._crcs_of_cut_ranges.setdefault(range_index, BlockCrcs())
+            block_crcs.add(start - self._ranges.starts.item(range_index), data)
 
-    def finish(self) -> None:
-        """Compare the checksums of ranges that came in parts."""
-        for owner, sums in sorted(self._sums.items()):
-            self._compare(owner, sums.crc32())
+    def check_cut_ranges(self) -> None:
+        """Compare the checksums of ranges that were read in several parts, when all are read."""
+        for range_index, block_crcs in sorted(self._crcs_of_cut_ranges.items()):
+            self._compare_crc(range_index, block_crcs.crc32())
 
-    def _compare(self, owner: int, crc: int) -> None:
-        if crc != self._recorded.item(owner):
-            raise self._reads.damaged(owner, crc)
+    def _compare_crc(self, range_index: int, crc: int) -> None:
+        """Raise an error if the checksum of a range is not the recorded one."""
+        if crc != self._range_crcs.item(range_index):
+            raise self._reads.describe_damage(range_index, crc)

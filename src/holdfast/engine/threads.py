@@ -246,7 +246,7 @@ class Scratch(threading.local):
 
     _memory = memoryview(b"")
 
-    def of(self, nbytes: int) -> memoryview:
+    def reserve(self, nbytes: int) -> memoryview:
         if self._memory.nbytes < nbytes:
             self._memory = np.empty(nbytes, np.uint8).data
         return self._memory[:nbytes]

@@ -783,7 +783,7 @@ def _find_wrong_block(
     wrong_blocks: list[WrittenBlock] = []
 
     def check(block: WrittenBlock) -> None:
-        content = scratch.of(block.nbytes)
+        content = scratch.reserve(block.nbytes)
         try:
             read_at(descriptor, block.offset, content)
         except OSError:
