@@ -213,7 +213,7 @@ FORMATS = [
         "npz",
         ".npy.read:describe_npz",
         ZIP,
-        ".npy.archive:is_npz",
+        ".npy.detect:is_npz",
         (".npz",),
         never_first=b"/data.pkl",
         keeps="tensors",

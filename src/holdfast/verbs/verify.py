@@ -53,7 +53,7 @@ from holdfast.errors import (
 )
 from holdfast.formats import file_suffixes, format_of
 from holdfast.formats.detect import detect
-from holdfast.formats.npy.read import member_key
+from holdfast.formats.npy.members import member_key
 from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.formats.torch.storages import RecordStorages
 from holdfast.formats.zip.reader import inflated_crc, read_archive

@@ -18,7 +18,7 @@ import holdfast
 from holdfast import errors
 from holdfast.core.crc import crc32
 from holdfast.core.limits import Limits
-from holdfast.formats.npy.schema import parse_layout
+from holdfast.formats.npy.header import parse_header
 from holdfast.stores.memory import MemoryStore
 
 CODES = ["?", *"bBhHiIlLqQ", "e", "f", "d", "F", "D"]
@@ -229,8 +229,8 @@ def test_a_header_may_be_written_in_other_ways():
     usual = npy("'<f4'", "(2, 3)")
     other = npy(text="{'descr':'<f4','fortran_order':False,'shape':(2,3)}")
     for raw in (usual, other):
-        found = parse_layout(raw[:-24], rank=64)
-        assert (found.dtype.name, found.byteorder, found.shape, found.fortran) == (
+        found = parse_header(raw[:-24], max_rank=64)
+        assert (found.dtype.name, found.byteorder, found.shape, found.fortran_order) == (
             "float32",
             "little",
             (2, 3),

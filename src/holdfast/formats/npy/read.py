@@ -1,25 +1,21 @@
-"""`.npy`: one array. `.npz`: a zip of them, stored or compressed.
+"""Describes an array file, or an archive of them, as a checkpoint.
 
-An array in Fortran's order is a view with reversed strides. The archive has a checksum of each member: header and elements.
-The checksum of the elements follows from it and from the header, so that a tensor is checked as it is read.
+An array in Fortran order becomes a view with reversed strides.
+
+The archive has a CRC-32 of each member, over header and elements together. The CRC-32 of the elements
+alone is computed from it and from the CRC-32 of the header, so a tensor is verified when it is read.
 """
 
 from __future__ import annotations
 
-import threading
-import zlib
 from collections.abc import Callable, Iterable
-from functools import partial
-
-import numpy as np
+from typing import NamedTuple
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.crc import compute_second_crc, crc32
-from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
-from holdfast.core.protocols import Description, Source, Stamp, Store
-from holdfast.core.runtime import PortableMethod, make_fork_safe
+from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import LONE_TENSOR_NAME
 from holdfast.engine.files import ViewTable
@@ -27,322 +23,238 @@ from holdfast.errors import (
     Corrupted,
     FormatError,
     HeaderError,
-    LimitExceeded,
-    StoreError,
     Unsupported,
     ZipError,
     error_context,
 )
-from holdfast.formats.npy.archive import EMPTY, MAGIC, SUFFIX
-from holdfast.formats.npy.schema import USUAL_NBYTES, Layout, read_layout
+from holdfast.formats.npy.detect import EMPTY_ARCHIVE, MAGIC, SUFFIX
+from holdfast.formats.npy.header import USUAL_HEADER_NBYTES, ArrayHeader, read_header
+from holdfast.formats.npy.members import InflatedMembers, inflate_head
 from holdfast.formats.zip.layout import ZipRecord
 from holdfast.formats.zip.reader import read_archive
-from holdfast.stores.virtual import ContentCache, Virtual, VirtualFile
 
-CACHE_NBYTES = 256 << 20
-"""Inflated members that stay in memory beyond the last one, so that the blocks of a member are read from one inflation."""
+TORCH_RECORD_NAMES = ("data.pkl", "constants.pkl")
+"""Records by which torch recognizes its own archives."""
 
-BLOCK_NBYTES = 1 << 20
+MAX_GAP_NBYTES = 4 << 10
+"""Members that are at most so far apart are read ahead."""
 
-LOCKS = 16
-"""Threads that may inflate at the same time. Every member has one of the locks, so that it is inflated once."""
+READ_AHEAD_NBYTES = 64 << 10
 
-MADE_NBYTES = 1 << 20
+CACHED_HEADER_COUNT = 10_000
 
-FREE_NBYTES = 16 << 20
-"""The most bytes of a member with any packed size."""
-
-
-def member_key(key: str, record: ZipRecord) -> str:
-    return f"{key}@{record.start}"
-
-
-class InflatedMembers(Virtual):
-    """The store of an archive, with each compressed member as one more file, which is not listed.
-
-        weights.npz@4711     the member at byte 4711, inflated
-
-    Deflate cannot be read by range: a member is inflated whole, and the last few stay in memory. The archive has its length, which
-    is never exceeded. A member that is many times its packed size is refused when the archive is opened.
-    """
-
-    def __init__(self, store: Store, limits: Limits) -> None:
-        super().__init__(over=store)
-        self._store = store
-        self._limits = limits
-        self._cache = ContentCache(CACHE_NBYTES)
-        self._locks = _locks()
-
-    def add(self, key: str, record: ZipRecord) -> str:
-        """Add a member as a file, and give its name. Raises `LimitExceeded` if it is many times its packed size."""
-        most = max(self._limits.inflation * record.nbytes, FREE_NBYTES)
-        if record.content_nbytes > most:
-            raise LimitExceeded(
-                f"{record.name!r} inflates from {record.nbytes:,} to {record.content_nbytes:,} bytes, more than "
-                f"Limits(inflation={self._limits.inflation}) allows; raise it if you trust the file",
-                file=key, offset=record.start, expected=most, found=record.content_nbytes,
-            )  # fmt: skip
-        nbytes, read = record.content_nbytes, partial(PortableMethod(self._read), key, record)
-        entry = VirtualFile(
-            nbytes,
-            read,
-            partial(PortableMethod(self._stamp), key, record),
-            read_nbytes=record.nbytes,
-        )
-        return self.put(entry, member_key(key, record))
-
-    def __getstate__(self) -> object:
-        state = super().__getstate__()
-        return (
-            {name: part for name, part in state.items() if name != "_locks"}
-            if isinstance(state, dict)
-            else state
-        )
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self._locks = _locks()
-
-    def close(self) -> None:
-        self._cache.clear()
-        super().close()
-
-    def _stamp(self, key: str, record: ZipRecord) -> Stamp:
-        return key, record.start, record.nbytes, self._store.stamp(key)
-
-    def _read(self, key: str, record: ZipRecord, start: int, out: memoryview) -> None:
-        with self._locks[record.start % LOCKS]:
-            content = self._cache.get(record)
-            if content is None:
-                content = self._inflate(key, record)
-                self._cache.put(record, content)
-        out[:] = content.data[start : start + out.nbytes]
-
-    def _inflate(self, key: str, record: ZipRecord) -> np.ndarray:
-        try:
-            content = np.empty(record.content_nbytes, np.uint8)
-        except MemoryError:
-            message = f"no memory for a member of {record.content_nbytes:,} bytes, which must be inflated whole"
-            raise StoreError(message, file=key) from None
-        stream = zlib.decompressobj(-zlib.MAX_WBITS)
-        done, at, waiting = 0, record.start, b""
-        while not stream.eof:
-            if not waiting and at < record.stop:
-                packed = bytearray(min(BLOCK_NBYTES, record.stop - at))
-                self._store.read(key, at, memoryview(packed))
-                waiting, at = bytes(packed), at + len(packed)
-            made = _inflated(stream, waiting, min(content.nbytes - done + 1, MADE_NBYTES))
-            stuck = not made and stream.unconsumed_tail == waiting and not stream.eof
-            if made is None or stuck or done + len(made) > content.nbytes:
-                break
-            content[done : done + len(made)] = np.frombuffer(made, np.uint8)
-            done, waiting = done + len(made), stream.unconsumed_tail
-        if not stream.eof or done != content.nbytes or at != record.stop or stream.unused_data:
-            message = f"the compressed bytes of {record.name!r} do not inflate to the {content.nbytes:,} bytes that they should"
-            raise Corrupted(f"{message}: get the file again", file=key, offset=record.start)
-        return content
-
-
-def _locks() -> list[threading.Lock]:
-    return [make_fork_safe(threading.Lock()) for _ in range(LOCKS)]
-
-
-def _inflated(stream: zlib._Decompress, packed: bytes, most: int) -> bytes | None:
-    try:
-        return stream.decompress(packed, most)
-    except zlib.error:
-        return None
-
-
-def inflate_head(packed: bytes, most: int) -> bytes:
-    """The first bytes of a member that begins with these packed bytes; none for bytes that were not deflated."""
-    return _inflated(zlib.decompressobj(-zlib.MAX_WBITS), packed, most) or b""
-
-
-TORCH_NAMES = ("data.pkl", "constants.pkl")
-"""Records of torch's own archives."""
+DEFLATE_MARGIN_NBYTES = 1 << 10
+"""Deflated data starts with tables, so more bytes are read than the header has."""
 
 
 def describe_npy(source: Source) -> Description:
-    """One array. Its name is `tensor`, like that of a lone tensor in a file of torch."""
+    """Describe a file with one array. The tensor has the name of a lone tensor in a torch file."""
     (key,) = source.store.list()
-    nbytes = source.store.size(key)
+    file_nbytes = source.store.size(key)
+
+    def read_head(nbytes: int) -> bytes:
+        return source.bytes(key, 0, min(nbytes, file_nbytes))
+
     with error_context(file=key):
-        layout, _ = _parse_layout(
-            lambda most: source.bytes(key, 0, min(most, nbytes)), nbytes, source
-        )
-    storage = Storage(key, layout.data_start, layout.nbytes, layout.byteorder, home=source.store)
-    chunk = Chunk(Box.whole(layout.shape), storage, 0, _strides(layout))
-    tensor = LazyTensor(LONE_TENSOR_NAME, layout.dtype, layout.shape, (chunk,), source)
-    return Description("npy", ViewTable({tensor.name: tensor}), tensor, notes=_guesses([layout]))
+        header, _ = _read_complete_header(read_head, file_nbytes, source)
+    storage = Storage(
+        key, header.data_start, header.data_nbytes, header.byteorder, home=source.store
+    )
+    chunk = Chunk(Box.whole(header.shape), storage, 0, _find_strides(header))
+    tensor = LazyTensor(LONE_TENSOR_NAME, header.dtype, header.shape, (chunk,), source)
+    table = ViewTable({tensor.name: tensor})
+    return Description("npy", table, tensor, notes=_describe_guesses([header]))
 
 
 def describe_npz(source: Source) -> Description:
+    """Describe an archive of arrays. The names of the tensors are those of the members."""
     (key,) = source.store.list()
-    if source.store.size(key) == len(EMPTY):
+    if source.store.size(key) == len(EMPTY_ARCHIVE):
         return Description("npz", ViewTable({}), {})
-    return Members(source, key).describe()
+    return ArchiveReader(source, key).describe()
 
 
-class Members:
+class MemberHeader(NamedTuple):
+    """The header of a member, and what follows from it for the tensor."""
+
+    header: ArrayHeader
+    crc32: int
+    """The CRC-32 of the bytes of the header."""
+    box: Box
+    strides: tuple[int, ...]
+
+
+class ArchiveReader:
+    """Reads the headers of all members of an archive."""
+
     def __init__(self, source: Source, key: str) -> None:
-        self._source, self._key = source, key
+        self._source = source
+        self._key = key
         archive = read_archive(source, key, fold_case=False)
         self._records = list(archive.records.values())
-        self._inflated: InflatedMembers | None = None
-        self._through = source
-        """The source of the members, with compressed members as files of their own."""
+
+        self._inflated_members: InflatedMembers | None = None
+        self._member_source = source
+        """The source that tensors are read from. It has compressed members as files."""
         if not all(record.stored for record in self._records):
-            self._inflated = InflatedMembers(source.store, source.limits)
-            self._through = source.with_store(self._inflated)
-        self._heads: dict[tuple[bytes, int], tuple[Layout, int, Box, tuple[int, ...]]] = {}
-        self._ahead, self._ahead_at, self._last = b"", 0, -NEXT_NBYTES
+            self._inflated_members = InflatedMembers(source.store, source.limits)
+            self._member_source = source.with_store(self._inflated_members)
+
+        self._known_headers: dict[tuple[bytes, int], MemberHeader] = {}
+        self._window = b""
+        """Bytes of the archive that were read ahead."""
+        self._window_start = 0
+        self._last_start = -MAX_GAP_NBYTES
 
     def describe(self) -> Description:
-        self._refuse_torch()
+        """Describe all members. Members that are not tensors become notes and `Opaque` values."""
+        self._check_not_torch()
         tree: dict[object, object] = {}
         tensors: dict[str, LazyTensor] = {}
-        layouts: dict[int, Layout] = {}
+        headers: list[ArrayHeader] = []
         notes: list[str] = []
         for record in self._records:
             name = record.name.removesuffix(SUFFIX)
             if name in tree:
-                raise ZipError(
-                    f"two members of one name, {name[:80]!r} with and without {SUFFIX}",
-                    file=self._key,
-                )
+                message = f"the archive has two members for the name {name[:80]!r}, with and without {SUFFIX}"
+                raise ZipError(message, file=self._key)
             with error_context(file=self._key, tensor=name):
-                found = self._member(name, record)
-            tree[name] = found if isinstance(found, Opaque) else found[0]
-            if isinstance(found, Opaque):
-                notes.append(f"{name}: not read: {found.args[0]}")
-            else:
-                tensors[name] = found[0]
-                layouts[id(found[1])] = found[1]
-        notes += _guesses(layouts.values())
-        compressed = sum(not record.stored for record in self._records)
-        if compressed:
+                member = self._read_member_header(record)
+                if isinstance(member, Opaque):
+                    tree[name] = member
+                    notes.append(f"{name}: not read: {member.args[0]}")
+                    continue
+                tree[name] = tensors[name] = self._make_tensor(name, record, member)
+            headers.append(member.header)
+
+        notes += _describe_guesses(headers)
+        compressed_count = sum(not record.stored for record in self._records)
+        if compressed_count:
             notes.append(
-                f"{compressed:,} members are compressed; reading a slice decompresses the whole member"
+                f"{compressed_count:,} members are compressed; reading a slice decompresses the whole member"
             )
         table = ViewTable(tensors)
-        return Description(
-            "npz", table, table if len(tensors) == len(tree) else tree, notes=tuple(notes)
-        )
+        has_only_tensors = len(tensors) == len(tree)
+        return Description("npz", table, table if has_only_tensors else tree, notes=tuple(notes))
 
-    def _refuse_torch(self) -> None:
+    def _check_not_torch(self) -> None:
+        """Refuse an archive that torch would load as a checkpoint with other contents."""
         for record in self._records:
-            if record.name.rpartition("/")[2].lower() in TORCH_NAMES:
+            if record.name.rpartition("/")[2].lower() in TORCH_RECORD_NAMES:
                 raise FormatError(
-                    f"the archive is an .npz and has {record.name[:80]!r}, by which torch knows a checkpoint of its own: it was "
-                    "made to show one thing and load another; `holdfast scan` shows what both would do",
+                    f"the archive has arrays of numpy and also {record.name[:80]!r}, a record of torch:"
+                    " it was made to show one thing and load another; `holdfast scan` lists both",
                     file=self._key,
                 )
 
-    def _member(self, name: str, record: ZipRecord) -> tuple[LazyTensor, Layout] | Opaque:
-        """A member as a tensor; an `Opaque` with the reason if it is none."""
-        first = self._first(record, USUAL_NBYTES)
-        if not first.startswith(MAGIC):
-            return Opaque(
-                Global("numpy", "bytes_"), (f"{record.content_nbytes:,} bytes that are no array",)
-            )
+    def _read_member_header(self, record: ZipRecord) -> MemberHeader | Opaque:
+        """Read the header of a member, or return an `Opaque` with the reason why it is not a tensor."""
+        head = self._read_head(record, USUAL_HEADER_NBYTES)
+        if not head.startswith(MAGIC):
+            reason = f"{record.content_nbytes:,} bytes that are not an array"
+            return Opaque(Global("numpy", "bytes_"), (reason,))
+
+        # Members of one shape and dtype have equal headers of 128 bytes, which are parsed once.
+        header_key = head[:128], record.content_nbytes
+        known = self._known_headers.get(header_key)
+        if known is not None and known.header.data_start <= 128:
+            return known
         try:
-            layout, header_crc, box, strides = self._head(record, first)
+            header, header_bytes = _read_complete_header(
+                lambda nbytes: self._read_head(record, nbytes), record.content_nbytes, self._source
+            )
         except Unsupported as error:
             return Opaque(Global("numpy", "ndarray"), (error.message,))
-        start, nbytes = layout.data_start, layout.nbytes
-        crc = None if record.crc32 is None else compute_second_crc(record.crc32, header_crc, nbytes)
-        if self._inflated is None or record.stored:
-            key, start = self._key, record.start + start
+        member = MemberHeader(
+            header, crc32(header_bytes), Box.whole(header.shape), _find_strides(header)
+        )
+        if len(self._known_headers) < CACHED_HEADER_COUNT:
+            self._known_headers[header_key] = member
+        return member
+
+    def _make_tensor(self, name: str, record: ZipRecord, member: MemberHeader) -> LazyTensor:
+        header = member.header
+        crc = None
+        if record.crc32 is not None and header.data_nbytes:
+            crc = compute_second_crc(record.crc32, member.crc32, header.data_nbytes)
+        if self._inflated_members is None or record.stored:
+            key = self._key
+            start = record.start + header.data_start
         else:
-            key = self._inflated.add(self._key, record)
-        home = self._through.store
+            key = self._inflated_members.add(self._key, record)
+            start = header.data_start
         storage = Storage(
             key,
             start,
-            nbytes,
-            layout.byteorder,
-            crc if nbytes else None,
+            header.data_nbytes,
+            header.byteorder,
+            crc,
             label=record.name,
-            home=home,
+            home=self._member_source.store,
         )
-        chunk = Chunk(box, storage, 0, strides)
-        return LazyTensor(name, layout.dtype, layout.shape, (chunk,), self._through), layout
+        chunk = Chunk(member.box, storage, 0, member.strides)
+        return LazyTensor(name, header.dtype, header.shape, (chunk,), self._member_source)
 
-    def _head(self, record: ZipRecord, first: bytes) -> tuple[Layout, int, Box, tuple[int, ...]]:
-        """Layout, checksum of the header, box and strides of a member. Members of one shape and dtype have equal headers."""
-        known = self._heads.get((first[:128], record.content_nbytes))
-        if known is not None and known[0].data_start <= 128:
-            return known
-        layout, header = _parse_layout(
-            lambda most: self._first(record, most), record.content_nbytes, self._source
-        )
-        head = layout, crc32(header), Box.whole(layout.shape), _strides(layout)
-        if len(self._heads) < MOST_HEADS:
-            self._heads[first[:128], record.content_nbytes] = head
+    def _read_head(self, record: ZipRecord, nbytes: int) -> bytes:
+        """Read the first bytes of a member, or all bytes if it has fewer. Decompress them."""
+        if record.stored:
+            return self._read_ahead(record.start, record.start + min(nbytes, record.nbytes))
+        stop = record.start + min(nbytes + DEFLATE_MARGIN_NBYTES, record.nbytes)
+        compressed = self._read_ahead(record.start, stop)
+        head_nbytes = min(nbytes, record.content_nbytes)
+        head = inflate_head(compressed, head_nbytes)
+        if len(head) < head_nbytes:
+            message = "the compressed bytes of this member are damaged; get the file again"
+            raise Corrupted(message, offset=record.start)
         return head
 
-    def _first(self, record: ZipRecord, nbytes: int) -> bytes:
-        if record.stored:
-            return self._bytes(record.start, record.start + min(nbytes, record.nbytes))
-        # Stored blocks and tables come before what they stand for; a header of a hundred bytes does not need a thousand.
-        packed = self._bytes(
-            record.start, record.start + min(nbytes + PACKED_NBYTES, record.nbytes)
-        )
-        wanted = min(nbytes, record.content_nbytes)
-        found = inflate_head(packed, wanted)
-        if len(found) < wanted:
-            raise Corrupted(
-                "the compressed bytes of this member do not inflate: get the file again",
-                offset=record.start,
-            )
-        return found
-
-    def _bytes(self, start: int, stop: int) -> bytes:
-        at = start - self._ahead_at
-        if at < 0 or stop - self._ahead_at > len(self._ahead):
-            close = 0 <= start - self._last < NEXT_NBYTES
-            reach = (
-                min(max(stop, start + AHEAD_NBYTES), self._source.store.size(self._key))
-                if close
-                else stop
-            )
-            self._ahead, self._ahead_at, at = self._source.bytes(self._key, start, reach), start, 0
-        self._last = start
-        return self._ahead[at : at + stop - start]
+    def _read_ahead(self, start: int, stop: int) -> bytes:
+        """Read a range of the archive. If members are close together, read the next ones with it."""
+        window_stop = self._window_start + len(self._window)
+        if start < self._window_start or stop > window_stop:
+            read_stop = stop
+            if 0 <= start - self._last_start < MAX_GAP_NBYTES:
+                file_nbytes = self._source.store.size(self._key)
+                read_stop = min(max(stop, start + READ_AHEAD_NBYTES), file_nbytes)
+            self._window = self._source.bytes(self._key, start, read_stop)
+            self._window_start = start
+        self._last_start = start
+        return self._window[start - self._window_start : stop - self._window_start]
 
 
-NEXT_NBYTES, AHEAD_NBYTES = 4 << 10, 64 << 10
-"""The most bytes between two members for reading ahead, and the bytes to read."""
+def _read_complete_header(
+    read_head: Callable[[int], bytes], file_nbytes: int, source: Source
+) -> tuple[ArrayHeader, bytes]:
+    """Read and parse a header of unknown length. Return it with its bytes.
 
-MOST_HEADS = 10_000
-
-PACKED_NBYTES = 1 << 10
-
-
-def _parse_layout(
-    first: Callable[[int], bytes], nbytes: int, source: Source
-) -> tuple[Layout, bytes]:
-    head = first(USUAL_NBYTES)
-    found = read_layout(head, nbytes, rank=source.limits.rank)
-    if isinstance(found, int):
-        head = first(found)
-        found = read_layout(head, nbytes, rank=source.limits.rank)
-    if isinstance(found, int):
-        raise HeaderError("the header is longer than it says", expected=found, found=len(head))
-    return found, head[: found.data_start]
-
-
-def _strides(layout: Layout) -> tuple[int, ...]:
-    shape, bits = layout.shape, layout.dtype.bits
-    return (
-        tuple(reversed(c_strides(shape[::-1], bits))) if layout.fortran else c_strides(shape, bits)
-    )
+    Args:
+        read_head: Returns the first bytes of the array file, as many as it is asked for.
+        file_nbytes: The size of the array file.
+        source: The source, for its limits.
+    """
+    max_rank = source.limits.rank
+    head = read_head(USUAL_HEADER_NBYTES)
+    header = read_header(head, file_nbytes, max_rank=max_rank)
+    if isinstance(header, int):
+        head = read_head(header)
+        header = read_header(head, file_nbytes, max_rank=max_rank)
+    if isinstance(header, int):
+        message = "the file ends within the header of the array"
+        raise HeaderError(message, expected=header, found=len(head))
+    return header, head[: header.data_start]
 
 
-def _guesses(layouts: Iterable[Layout]) -> tuple[str, ...]:
-    found = {layout.guessed: layout.dtype for layout in layouts if layout.guessed}
+def _find_strides(header: ArrayHeader) -> tuple[int, ...]:
+    """Return the strides of an array in bits."""
+    if header.fortran_order:
+        return tuple(reversed(c_strides(header.shape[::-1], header.dtype.bits)))
+    return c_strides(header.shape, header.dtype.bits)
+
+
+def _describe_guesses(headers: Iterable[ArrayHeader]) -> tuple[str, ...]:
+    """Return a note for each type code whose dtype was guessed."""
+    guesses = {header.guessed_code: header.dtype for header in headers if header.guessed_code}
     return tuple(
-        f"numpy has no name for some elements ({code}); they are read as {dtype}"
-        for code, dtype in sorted(found.items())
+        f"numpy has no type for some elements ({code}); they are read as {dtype}"
+        for code, dtype in sorted(guesses.items())
     )
