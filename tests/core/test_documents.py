@@ -68,7 +68,7 @@ KINDS: dict[str, tuple[DocumentType, object]] = {
 
 every = pytest.mark.parametrize("name", KINDS)
 in_json = pytest.mark.parametrize(
-    "name", [name for name, (kind, _) in KINDS.items() if not kind.packed]
+    "name", [name for name, (kind, _) in KINDS.items() if not kind.is_message]
 )
 of_a_version = pytest.mark.parametrize(
     "name", [name for name, (kind, _) in KINDS.items() if kind.versions]
@@ -81,7 +81,7 @@ def unsealed(value: object) -> bytes:
 
 def sealed(kind: DocumentType, raw: bytes) -> bytes:
     """A text with a right checksum, where the kind has one."""
-    return raw if kind.sealed is None else seal(raw, required_nbytes(raw))
+    return raw if kind.first_sealed_version is None else seal(raw, required_nbytes(raw))
 
 
 def refused(kind: DocumentType, raw: bytes, limits: Limits | None = None) -> HoldfastError:
@@ -122,9 +122,9 @@ def test_another_spelling_says_the_same_or_is_refused(name: str):
     kind, value = KINDS[name]
     raw = sealed(kind, msgspec.json.format(unsealed(value), indent=3))
     assert decode_canonical(kind, raw) is None
-    if kind.canonical:
+    if kind.is_canonical:
         assert "not in the form in which it is written" in refused(kind, raw).message
-    elif kind.sealed is None:
+    elif kind.first_sealed_version is None:
         assert read_document(kind, raw) == value
     else:
         pretty = json.dumps(json.loads(unsealed(value)), separators=(",", ": ")).encode()
@@ -149,12 +149,12 @@ def test_a_byte_that_changed_is_refused_or_another_value(name: str):
             changed = raw[:at] + bytes([raw[at] ^ bit]) + raw[at + 1 :]
             found, error = attempted(kind, changed)
             if error is None:
-                assert kind.sealed is None, "no byte changes unnoticed"
-                assert found != value or not kind.canonical or kind.packed
+                assert kind.first_sealed_version is None, "no byte changes unnoticed"
+                assert found != value or not kind.is_canonical or kind.is_message
             else:
-                assert kind.sealed is None or isinstance(error, Corrupted | HeaderError), (
-                    "damage has its name"
-                )
+                assert kind.first_sealed_version is None or isinstance(
+                    error, Corrupted | HeaderError
+                ), "damage has its name"
 
 
 @of_a_version
@@ -184,7 +184,7 @@ def test_a_key_that_occurs_twice_is_refused(name: str):
     )
     error = refused(kind, sealed(kind, twice))
     assert isinstance(error, HeaderError)
-    assert "occurs twice" in error.message or kind.canonical
+    assert "occurs twice" in error.message or kind.is_canonical
 
 
 @in_json
@@ -199,7 +199,7 @@ def test_what_is_deep_or_of_another_type_is_refused(name: str):
                 kind, json.dumps(document | {field: wrong}, separators=(",", ":")).encode()
             )
             _, error = attempted(kind, raw)
-            assert error is None or kind.canonical or f"at $.{field}" in error.message, error
+            assert error is None or kind.is_canonical or f"at $.{field}" in error.message, error
     deep = sealed(kind, b'{"more":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
     assert isinstance(
         refused(kind, deep, Limits(index_nbytes=1 << 30)), HeaderError | LimitExceeded
@@ -212,17 +212,17 @@ def test_what_is_deep_or_of_another_type_is_refused(name: str):
 def test_one_that_is_too_long_is_refused_before_it_is_read(name: str):
     kind, value = KINDS[name]
     raw = write_document(kind, value)
-    if kind.most is None:
+    if kind.max_nbytes is None:
         assert "Limits(index_nbytes=7)" in refused(kind, raw, Limits(index_nbytes=7)).message
-    elif kind.most < 1 << 40:
-        assert isinstance(refused(kind, raw + b" " * kind.most), LimitExceeded)
+    elif kind.max_nbytes < 1 << 40:
+        assert isinstance(refused(kind, raw + b" " * kind.max_nbytes), LimitExceeded)
     with pytest.raises(LimitExceeded) as caught:
         check_length(kind, 1 << 63, file="x")
     assert caught.value.file == "x"
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, (kind, _) in KINDS.items() if kind.sealed is not None]
+    "name", [name for name, (kind, _) in KINDS.items() if kind.first_sealed_version is not None]
 )
 def test_one_without_its_checksum_is_damaged_and_says_what_to_do(name: str):
     kind, value = KINDS[name]
@@ -265,7 +265,7 @@ def test_a_place_in_nested_objects_has_its_keys():
 
 def test_the_slow_way_and_the_proof_agree():
     for kind, value in KINDS.values():
-        if not kind.canonical:
+        if not kind.is_canonical:
             raw = write_document(kind, value)
             assert decode_canonical(kind, raw) == decode_strictly(kind, raw, Limits())
 

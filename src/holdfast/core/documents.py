@@ -1,17 +1,25 @@
-"""Documents of our own: JSON texts that say what they are, of which version, and whether a byte of them changed. One codec for all.
+"""Holdfast's own documents: JSON texts with a format, a version and a checksum of themselves.
 
     {"format":"holdfast.seal","version":1, …, "self":"5bb0e7a9"}␠␠␠
 
-A `DocumentType` says what a kind of them is. `write_document` makes the text of a value, `read_document` the value of a text:
+A `DocumentType` describes one type of document, such as a manifest or a seal. `write_document`
+returns the text of a value, and `read_document` returns the value of a text:
 
-1. A text that is longer than its kind may be is refused; whoever reads a file asks `check_length` before.
-2. `self` is the last field: the CRC-32 of the whole text, the spaces behind it included, with these eight digits as zeros. It
-   stands at a known distance from the end, so it is compared before anything is parsed: damage is not taken for another form.
-3. msgspec reads the text as the type of the kind. The proof that it read nothing else is that it writes the same text again:
-   there is no double key, odd number or other spelling in it. So nearly every text is read, for nearly all are ours.
-4. Any other text is read by `core.strict_json`, which refuses what readers disagree about; its format and version are checked, and
-   then msgspec reads it. What does not fit is named, with its place.
-5. A field that came with a later version is refused, and so is a version without the checksum that it has.
+1. A text that is longer than its type allows is refused. Callers that read a file call
+   `check_length` before they read it.
+2. `self` is the last field. It is the CRC-32 of the whole text, including the spaces behind it, with
+   zeros in the place of these eight digits. Its distance from the end is known, so it is compared
+   before anything is parsed: damage is reported as damage, and not as an unknown field.
+3. msgspec decodes the text, and the value is encoded again (`decode_canonical`). If that is the same
+   text, it has no double keys, unusual numbers or other things that JSON parsers disagree about.
+   Nearly every document is read this way, because Holdfast wrote it.
+4. Any other text goes through `core.strict_json`, which refuses what parsers disagree about. Then its
+   format and version are checked, and msgspec decodes it (`decode_strictly`). A message names the
+   place in the document where something is wrong.
+5. A field that only later versions have is refused. So is a document without a checksum, if its
+   version has one.
+
+Messages between ranks are documents as well. They are in msgpack and have no checksum.
 """
 
 from __future__ import annotations
@@ -19,15 +27,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Generic, TypeVar, get_args
+from typing import Generic, NamedTuple, TypeVar, get_args
 
 import msgspec
 from msgspec import field
 
 from holdfast.core.crc import crc32
 from holdfast.core.limits import DEFAULTS, Limits
-from holdfast.core.strict_json import describe_json as found_kind
-from holdfast.core.strict_json import format_pointer, parse, required_nbytes
+from holdfast.core.strict_json import describe_json, format_pointer, parse, required_nbytes
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, Unsupported, error_context
 
@@ -35,169 +42,241 @@ D = TypeVar("D")
 
 UNLIMITED = 1 << 62
 
-TOGETHER = 4096  # Entries whose text is made at a time, of a field that may have a million.
+BATCH_LENGTH = 4096
+"""How many entries of a large field are encoded at a time. A manifest may have a million of them."""
 
 FAILURES = (ValueError, OverflowError, RecursionError, msgspec.MsgspecError)
-"""What msgspec raises of a text or a value that is no document of ours."""
+"""What msgspec raises for a text or a value that does not fit the type of a document."""
 
 
 class DocumentType(Value, Generic[D], frozen=True, eq=False, kw_only=True):
+    """Describes a type of document: its fields, its versions, and the limits for reading it."""
+
     name: str
-    """In messages: "a seal", "the seal"."""
+    """What messages call it, without an article: "seal"."""
     file: str = ""
-    """Where it stands, unless a reader says otherwise; empty where it stands in no file."""
+    """The file that has it, unless the reader passes another one. Empty if it is in no file."""
     decoder: msgspec.json.Decoder[D] | msgspec.msgpack.Decoder[D]
-    """Of its type: a struct, with the fields in the order of the text. msgpack is for messages, which no file has."""
+    """Decodes its struct, whose fields are in the order of the text. msgpack is for messages."""
     format: str = ""
+    """The content of the field `format`. Empty if there is no such field."""
     versions: tuple[int, ...] = ()
-    """Those that are read; none where there is no such field."""
-    since: Mapping[str, int] = field(default_factory=dict)
-    """Fields that are not in every version, and the first that has each. `self` among them: a document of that version has it."""
-    most: int | None = None
-    """Bytes of the longest; None: as many as `Limits.index_nbytes`."""
-    many: str = ""
-    """The field with the most entries, of which the text is made in pieces."""
+    """The versions that can be read. Empty if there is no field `version`."""
+    field_versions: Mapping[str, int] = field(default_factory=dict)
+    """Fields that early versions do not have, with the first version that has them."""
+    max_nbytes: int | None = None
+    """The length of the longest text. None stands for `Limits.index_nbytes`."""
+    largest_field: str = ""
+    """The field that may have a million entries. It is encoded in batches to save memory."""
     indent: int = -1
-    """Of the text, as `msgspec.json.format` has it; -1 is without any spaces."""
-    canonical: bool = False
-    """Whether nothing but the text that `write_document` makes is taken."""
+    """The indentation, as for `msgspec.json.format`. -1 is a text without any spaces."""
+    is_canonical: bool = False
+    """Whether only the very text that `write_document` returns is accepted."""
     remedy: str = "get it again"
+    """What to do about a damaged document, for messages."""
 
     @property
-    def packed(self) -> bool:
-        """Whether it is a message, of msgpack: nobody else writes them, and a text of one value needs no proof."""
+    def is_message(self) -> bool:
+        """Whether this is a message in msgpack. Only Holdfast writes and reads messages."""
         return isinstance(self.decoder, msgspec.msgpack.Decoder)
 
     @property
-    def sealed(self) -> int | None:
-        """The first version that has a checksum of its own; None: none has."""
-        return self.since.get(SELF)
+    def first_sealed_version(self) -> int | None:
+        """The first version with a checksum of itself, or None if no version has one."""
+        return self.field_versions.get(SELF)
 
 
-def message_type(name: str, of: type[D]) -> DocumentType[D]:
-    """A kind of messages, from one rank to another. They are as long as what they describe."""
+def message_type(name: str, content_type: type[D]) -> DocumentType[D]:
+    """Return a type of messages between ranks. A message may be as long as its content needs."""
     return DocumentType(
-        name=name, decoder=msgspec.msgpack.Decoder(of), most=UNLIMITED, canonical=True
+        name=name,
+        decoder=msgspec.msgpack.Decoder(content_type),
+        max_nbytes=UNLIMITED,
+        is_canonical=True,
     )
 
 
-def write_document(kind: DocumentType[D], value: D) -> bytes:
-    """The text of a value, with its own checksum where the kind has one. Raises `HeaderError` for what JSON cannot say."""
+def write_document(document_type: DocumentType[D], value: D) -> bytes:
+    """Return the text of a value, with its checksum if its type has one.
+
+    Raises:
+        HeaderError: The value cannot be written as JSON.
+    """
     try:
-        raw = _text(kind, value)
+        raw = _encode(document_type, value)
     except FAILURES as error:
-        raise HeaderError(
-            f"this cannot stand in a {kind.name}: {error}", file=kind.file or None
-        ) from None
-    return raw if kind.sealed is None else seal(raw, required_nbytes(raw))
+        message = f"cannot write the {document_type.name}: {error}"
+        raise HeaderError(message, file=document_type.file or None) from None
+    if document_type.first_sealed_version is None:
+        return raw
+    return seal(raw, required_nbytes(raw))
 
 
 def read_document(
-    kind: DocumentType[D], raw: bytes, limits: Limits = DEFAULTS, *, file: str | None = None
+    document_type: DocumentType[D],
+    raw: bytes,
+    limits: Limits = DEFAULTS,
+    *,
+    file: str | None = None,
 ) -> D:
-    """The value of a text; `file` is where it stands. Raises `Corrupted` where it has not its own checksum, `HeaderError`,
-    `LimitExceeded`, or `Unsupported` for an unknown version."""
-    with error_context(file=file or kind.file or None):
-        check_length(kind, len(raw), limits, file=file)
-        sealed = kind.sealed is not None and check_seal(raw, f"the {kind.name}", kind.remedy)
-        if not sealed and kind.sealed == next(iter(kind.versions), 0):
-            raise _unsealed(kind, kind.name)
-        value = decode_canonical(kind, raw)
+    """Return the value of a text.
+
+    Args:
+        document_type: What the text should be.
+        raw: The text, in UTF-8.
+        limits: Limits for its length and depth.
+        file: The file that it was read from, for messages.
+
+    Raises:
+        Corrupted: The checksum does not match, or is missing.
+        HeaderError: The text is not a document of this type.
+        LimitExceeded: The text is too long or nested too deep.
+        Unsupported: The version is not known.
+    """
+    first_sealed_version = document_type.first_sealed_version
+    with error_context(file=file or document_type.file or None):
+        check_length(document_type, len(raw), limits, file=file)
+        is_sealed = False
+        if first_sealed_version is not None:
+            is_sealed = check_seal(raw, f"the {document_type.name}", document_type.remedy)
+            if not is_sealed and first_sealed_version == document_type.versions[0]:
+                # Every version has a checksum, so there is no need to look at this one's number.
+                raise _make_unsealed_error(document_type, document_type.name)
+
+        value = decode_canonical(document_type, raw)
         if value is None:
-            value = decode_strictly(kind, raw, limits)
+            value = decode_strictly(document_type, raw, limits)
+
         version: int = getattr(value, "version", 0)
-        if not sealed and kind.sealed is not None and version >= kind.sealed:
-            raise _unsealed(kind, f"{kind.name} of version {version}")
+        must_be_sealed = first_sealed_version is not None and version >= first_sealed_version
+        if must_be_sealed and not is_sealed:
+            raise _make_unsealed_error(document_type, f"{document_type.name} of version {version}")
         return value
+
+
+def _make_unsealed_error(document_type: DocumentType[D], description: str) -> Corrupted:
+    """Return the error for a document that lacks its checksum. The writer always adds it."""
+    return Corrupted(
+        f"a {description} ends with its own checksum, and this one does not: it changed after it "
+        f"was written; {document_type.remedy}"
+    )
 
 
 def check_length(
-    kind: DocumentType[D], nbytes: int, limits: Limits = DEFAULTS, *, file: str | None = None
+    document_type: DocumentType[D],
+    nbytes: int,
+    limits: Limits = DEFAULTS,
+    *,
+    file: str | None = None,
 ) -> None:
-    most, place = limits.index_nbytes if kind.most is None else kind.most, file or kind.file or None
-    if nbytes > most:
-        limit = (
-            f"longer than Limits(index_nbytes={most})"
-            if kind.most is None
-            else f"longer than any ({most:,})"
-        )
+    """Raise `LimitExceeded` if a text of this length is too long for its type."""
+    max_nbytes = document_type.max_nbytes
+    if max_nbytes is None:
+        max_nbytes = limits.index_nbytes
+        reason = f"longer than Limits(index_nbytes={max_nbytes})"
+    else:
+        reason = f"longer than any ({max_nbytes:,})"
+    if nbytes > max_nbytes:
         raise LimitExceeded(
-            f"a {kind.name} of {nbytes:,} bytes is {limit}", file=place, expected=most, found=nbytes
+            f"a {document_type.name} of {nbytes:,} bytes is {reason}",
+            file=file or document_type.file or None,
+            expected=max_nbytes,
+            found=nbytes,
         )
 
 
-def decode_canonical(kind: DocumentType[D], raw: bytes) -> D | None:
-    """The value of a text that is the one that Holdfast writes of it; None for any other, be it valid or not."""
+def decode_canonical(document_type: DocumentType[D], raw: bytes) -> D | None:
+    """Return the value of a text if it is the very text that Holdfast writes for that value.
+
+    Any other text returns None, whether it is valid or not. `decode_strictly` reads it.
+    """
+    text = raw if document_type.first_sealed_version is None else raw.rstrip(b" ")
     try:
-        value = _decode(kind, raw)
-        same = kind.packed or _is_text_of(
-            kind, value, raw if kind.sealed is None else raw.rstrip(b" ")
-        )
+        value = _decode(document_type, raw)
+        if not document_type.is_message and not _encodes_to(document_type, value, text):
+            return None
     except FAILURES:
         return None
-    if not same or (kind.format and getattr(value, "format", "") != kind.format):
+
+    if document_type.format and getattr(value, "format", "") != document_type.format:
         return None
-    if not kind.versions:
+    if not document_type.versions:
         return value
     version: int = getattr(value, "version", 0)
-    later = (ATTRIBUTES.get(name, name) for name, first in kind.since.items() if version < first)
-    early = any(getattr(value, name) is not msgspec.UNSET for name in later)
-    return None if early or version not in kind.versions else value
-
-
-def decode_strictly(kind: DocumentType[D], raw: bytes, limits: Limits) -> D:
-    """The value of any text, or what is wrong with it and where."""
-    document = None if kind.canonical else parse(raw, limits)
-    if kind.versions:
-        _check_version(kind, document)
-    try:
-        value = _decode(kind, raw)
-    except FAILURES as error:
-        raise HeaderError(
-            f"the {kind.name}: {error}"
-            if kind.canonical
-            else _explanation(kind, document, str(error))
-        ) from None
-    if kind.canonical:
-        raise HeaderError(f"the {kind.name} is not in the form in which it is written")
+    if version not in document_type.versions:
+        return None
+    for name, first_version in document_type.field_versions.items():
+        attribute = getattr(value, ATTRIBUTES.get(name, name))
+        if version < first_version and attribute is not msgspec.UNSET:
+            return None
     return value
 
 
-def _text(kind: DocumentType[D], value: D) -> bytes:
-    if kind.packed:
+def decode_strictly(document_type: DocumentType[D], raw: bytes, limits: Limits) -> D:
+    """Return the value of a text, or raise an error with the place where something is wrong."""
+    document: object = None
+    if not document_type.is_canonical:
+        document = parse(raw, limits)
+    if document_type.versions:
+        _check_version(document_type, document)
+    try:
+        value = _decode(document_type, raw)
+    except FAILURES as error:
+        message = f"the {document_type.name}: {error}"
+        if not document_type.is_canonical:
+            message = _explain_failure(document_type, document, str(error))
+        raise HeaderError(message) from None
+    if document_type.is_canonical:
+        # The text is valid, but `decode_canonical` found that Holdfast would write another one.
+        raise HeaderError(f"the {document_type.name} is not in the form in which it is written")
+    return value
+
+
+def _encode(document_type: DocumentType[D], value: D) -> bytes:
+    """Return the text of a value, without a checksum."""
+    if document_type.is_message:
         return encode_message(value)
     raw = msgspec.json.encode(value)
-    return raw if kind.indent < 0 else msgspec.json.format(raw, indent=kind.indent) + b"\n"
+    if document_type.indent >= 0:
+        raw = msgspec.json.format(raw, indent=document_type.indent) + b"\n"
+    return raw
+
+
+def _decode(document_type: DocumentType[D], raw: bytes) -> D:
+    """Decode a text with msgspec, which raises one of `FAILURES` if it does not fit."""
+    if not document_type.is_message or not raw.startswith(ESCAPED):
+        return document_type.decoder.decode(raw)
+    content = _replace_texts(msgspec.msgpack.decode(raw[1:]), _unescape)
+    return msgspec.convert(content, document_type.decoder.type)
 
 
 ESCAPED = b"\xc1"
-"""Begins a message whose texts are escaped. No value of msgpack begins with this byte."""
+"""The first byte of a message whose texts are escaped. No msgpack value starts with this byte."""
 
 
 def encode_message(value: object) -> bytes:
-    """Encode a message. A text with half of a surrogate pair, which a pickle may contain as a name, has no UTF-8."""
+    """Encode a message in msgpack.
+
+    A pickle may have a name with half of a surrogate pair. UTF-8 cannot represent it, so a message
+    with such a name has all of its texts escaped.
+    """
     try:
         return msgspec.msgpack.encode(value)
     except UnicodeEncodeError:
-        plain = msgspec.to_builtins(value, builtin_types=(bytes, bytearray, memoryview))
-        return ESCAPED + msgspec.msgpack.encode(_with_texts(plain, _escape))
+        content = msgspec.to_builtins(value, builtin_types=(bytes, bytearray, memoryview))
+        return ESCAPED + msgspec.msgpack.encode(_replace_texts(content, _escape))
 
 
-def _decode(kind: DocumentType[D], raw: bytes) -> D:
-    if not kind.packed or not raw.startswith(ESCAPED):
-        return kind.decoder.decode(raw)
-    plain = _with_texts(msgspec.msgpack.decode(raw[1:]), _unescape)
-    return msgspec.convert(plain, kind.decoder.type)
-
-
-def _with_texts(value: object, change: Callable[[str], str]) -> object:
-    """Return a message with other texts. Messages nest a few levels deep."""
+def _replace_texts(value: object, change: Callable[[str], str]) -> object:
+    """Return a copy of a message in which every text is changed. Messages are not nested deep."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list | tuple):
-        return [_with_texts(item, change) for item in value]
+        return [_replace_texts(item, change) for item in value]
     if isinstance(value, dict):
-        return {_with_texts(key, change): _with_texts(item, change) for key, item in value.items()}
+        keys = [_replace_texts(key, change) for key in value]
+        items = [_replace_texts(item, change) for item in value.values()]
+        return dict(zip(keys, items, strict=True))
     return value
 
 
@@ -209,155 +288,241 @@ def _unescape(text: str) -> str:
     return text.encode("ascii").decode("unicode_escape")
 
 
-def _is_text_of(kind: DocumentType[D], value: D, raw: bytes) -> bool:
-    """Whether a text is what msgspec writes of a value. It is written a few thousand entries at a time."""
-    if not kind.many:
-        return _text(kind, value) == raw
-    entries: Mapping[str, object] = getattr(value, kind.many)
-    hollow = msgspec.structs.replace(value, **{kind.many: {}})  # type: ignore[type-var]  # a kind with many entries is a struct
-    before, mark, behind = msgspec.json.encode(hollow).partition(b'"%s":{' % kind.many.encode())
-    at, items, between = len(before) + len(mark), iter(entries.items()), b""
-    same = raw.startswith(before + mark) and raw.endswith(behind)
-    while same and (batch := dict(islice(items, TOGETHER))):
-        text = between + msgspec.json.encode(batch)[1:-1]
-        same, at, between = raw.startswith(text, at), at + len(text), b","
-    return same and at + len(behind) == len(raw)
+def _encodes_to(document_type: DocumentType[D], value: D, text: bytes) -> bool:
+    """Return whether a text is what msgspec writes for a value.
 
+    A field with very many entries is encoded and compared in batches, so that there is never a
+    second copy of the whole text.
+    """
+    name = document_type.largest_field
+    if not name:
+        return _encode(document_type, value) == text
 
-def _check_version(kind: DocumentType[D], document: object) -> None:
-    if not isinstance(document, dict):
-        raise HeaderError(f"at $: expected an object, found {found_kind(document)}")
-    if kind.format and document.get("format") != kind.format:
-        raise HeaderError(
-            f"at $.format: expected {kind.format!r}, found {found_kind(document.get('format'))}"
-        )
-    version, known = document.get("version"), kind.versions
-    if type(version) is not int:
-        raise HeaderError(f"at $.version: expected a number, found {found_kind(version)}")
-    if version not in known:
-        reads = f"versions {known[0]} to {known[-1]}" if len(known) > 1 else f"version {known[0]}"
-        message = f"a {kind.name} of version {version}; this Holdfast reads {reads}; a newer one may read this"
-        raise Unsupported(message, expected=known, found=version)
-    for name in document:
-        if kind.since.get(name, version) > version:
-            raise HeaderError(f"at {format_pointer(name)}: a {kind.name} has no such field")
-
-
-STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
-"""A step of a place in a document, as msgspec says it; it does not say keys of an object that may have any."""
-
-UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
-MISSING = re.compile(r"Object missing required field `(.*)`")
-
-
-def _explanation(kind: DocumentType[D], document: object, said: str) -> str:
-    """What msgspec says of a document, with the place that it means and what stands there."""
-    reason, _, inside = said.partition(" - at `$")
-    steps: list[str | int] = []
-    value: object = document
-    shape: object = kind.decoder.type
-    for name, number in STEP.findall(inside.removesuffix("`")):
-        step: str | int = name or (_wrong_key(value, shape) if number == "..." else int(number))
-        value = value[step]  # type: ignore[index]  # msgspec has gone there
-        shape = (
-            next((one.type for one in _fields(shape) if one.encode_name == step), object)
-            if name
-            else _entry(shape)
-        )
-        steps.append(step)
-    if unknown := UNKNOWN.fullmatch(reason):
-        return f"at {format_pointer(*steps, unknown[1])}: a {kind.name} has no such field"
-    if missing := MISSING.fullmatch(reason):
-        return f"at {format_pointer(*steps)}: the field {missing[1]} is missing"
-    expected, got, _ = reason.partition(", got ")
-    return f"at {format_pointer(*steps)}: {expected[:1].lower()}{expected[1:]}{f', found {found_kind(value)}' if got else ''}"
-
-
-def _fields(shape: object) -> tuple[msgspec.structs.FieldInfo, ...]:
-    return (
-        msgspec.structs.fields(shape)
-        if isinstance(shape, type) and issubclass(shape, msgspec.Struct)
-        else ()
+    entries: Mapping[str, object] = getattr(value, name)
+    value_without_entries = msgspec.structs.replace(value, **{name: {}})  # type: ignore[type-var]  # a type with such a field is a struct
+    before, opening, after = msgspec.json.encode(value_without_entries).partition(
+        b'"%s":{' % name.encode()
     )
+    if not text.startswith(before + opening) or not text.endswith(after):
+        return False
+
+    offset = len(before) + len(opening)
+    separator = b""
+    remaining_entries = iter(entries.items())
+    while batch := dict(islice(remaining_entries, BATCH_LENGTH)):
+        batch_text = separator + msgspec.json.encode(batch)[1:-1]
+        if not text.startswith(batch_text, offset):
+            return False
+        offset += len(batch_text)
+        separator = b","
+    return offset + len(after) == len(text)
 
 
-def _entry(shape: object) -> object:
-    """What the entries of a list or an object are."""
-    return next((one for one in reversed(get_args(shape)) if one is not Ellipsis), object)
+def _check_version(document_type: DocumentType[D], document: object) -> None:
+    """Check the format and the version of a parsed document, and that its fields have them."""
+    name = document_type.name
+    if not isinstance(document, dict):
+        raise HeaderError(f"at $: expected an object, found {describe_json(document)}")
+    format = document.get("format")
+    if document_type.format and format != document_type.format:
+        raise HeaderError(
+            f"at $.format: expected {document_type.format!r}, found {describe_json(format)}"
+        )
+
+    version = document.get("version")
+    if type(version) is not int:
+        raise HeaderError(f"at $.version: expected a number, found {describe_json(version)}")
+    versions = document_type.versions
+    if version not in versions:
+        readable_versions = f"version {versions[0]}"
+        if len(versions) > 1:
+            readable_versions = f"versions {versions[0]} to {versions[-1]}"
+        raise Unsupported(
+            f"a {name} of version {version}; this Holdfast reads {readable_versions}; a newer one "
+            "may read this",
+            expected=versions,
+            found=version,
+        )
+
+    for field_name in document:
+        if document_type.field_versions.get(field_name, version) > version:
+            raise HeaderError(f"at {format_pointer(field_name)}: a {name} has no such field")
 
 
-def _wrong_key(entries: object, shape: object) -> str:
-    """The first key of an object whose value is not what it should be."""
-    assert isinstance(entries, dict)  # it has keys
+PATH_STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
+"""A step of a path in messages of msgspec: `.name`, `[3]`, or `[...]` for a key of a dict."""
+
+UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+MISSING_FIELD = re.compile(r"Object missing required field `(.*)`")
+
+
+def _explain_failure(document_type: DocumentType[D], document: object, failure: str) -> str:
+    """Return the message of msgspec with the place in the document, and with the value there.
+
+    Args:
+        document_type: What the document should be.
+        document: The parsed document.
+        failure: The message, such as "Expected `str`, got `int` - at `$.files[0].name`".
+    """
+    reason, _, path = failure.partition(" - at `$")
+    place = _resolve_path(document_type, document, path.removesuffix("`"))
+    unknown_field = UNKNOWN_FIELD.fullmatch(reason)
+    if unknown_field:
+        pointer = format_pointer(*place.steps, unknown_field[1])
+        return f"at {pointer}: a {document_type.name} has no such field"
+
+    pointer = format_pointer(*place.steps)
+    missing_field = MISSING_FIELD.fullmatch(reason)
+    if missing_field:
+        return f"at {pointer}: the field {missing_field[1]} is missing"
+    expectation, got, _ = reason.partition(", got ")
+    message = f"at {pointer}: {expectation[:1].lower()}{expectation[1:]}"
+    if got:
+        message += f", found {describe_json(place.value)}"
+    return message
+
+
+class _Place(NamedTuple):
+    """A place in a document."""
+
+    steps: list[str | int]
+    """The keys and indices that lead there."""
+    value: object
+
+
+def _resolve_path(document_type: DocumentType[D], document: object, path: str) -> _Place:
+    """Return the place in a document that a path of msgspec means, such as `.files[0].name`."""
+    steps: list[str | int] = []
+    value = document
+    value_type: object = document_type.decoder.type
+    for field_name, index in PATH_STEP.findall(path):
+        step: str | int
+        if field_name:
+            step = field_name
+            value_type = _find_field_type(value_type, field_name)
+        else:
+            # msgspec does not name the keys of a dict.
+            step = _find_wrong_key(value, value_type) if index == "..." else int(index)
+            value_type = _find_item_type(value_type)
+        steps.append(step)
+        value = value[step]  # type: ignore[index]  # msgspec has gone this way
+    return _Place(steps, value)
+
+
+def _find_field_type(struct_type: object, field_name: str) -> object:
+    """Return the type of a field of a struct. `object` if it is not known."""
+    if isinstance(struct_type, type) and issubclass(struct_type, msgspec.Struct):
+        for struct_field in msgspec.structs.fields(struct_type):
+            if struct_field.encode_name == field_name:
+                return struct_field.type
+    return object
+
+
+def _find_item_type(container_type: object) -> object:
+    """Return the type of the items of a list, a tuple or a dict. `object` if it is not known."""
+    arguments = [argument for argument in get_args(container_type) if argument is not Ellipsis]
+    return arguments[-1] if arguments else object
+
+
+def _find_wrong_key(entries: object, dict_type: object) -> str:
+    """Return the first key of a dict whose value does not have the right type."""
+    assert isinstance(entries, dict)  # msgspec has found a value in it
     for key, value in entries.items():
         try:
-            msgspec.convert({key: value}, shape)
+            msgspec.convert({key: value}, dict_type)
         except FAILURES:
             return str(key)
     return str(next(iter(entries)))
 
 
 SELF = "self"
+"""The field with the checksum of a document."""
 
 ATTRIBUTES = {SELF: "sealed"}
+"""Fields whose attributes have another name in a struct."""
 
 OPENING = b',"self":"'
 BLANK = b"00000000"
 CLOSING = b'"}'
 SEAL_NBYTES = len(OPENING) + len(BLANK) + len(CLOSING)
+"""The length of the last field, from its comma to the brace that closes the document."""
 
 HEX = frozenset("0123456789abcdef")
 
 
 def parse_crc(digits: object) -> int | None:
-    """A CRC-32 from its eight digits, or None for anything else."""
-    return (
-        int(digits, 16)
-        if isinstance(digits, str) and len(digits) == len(BLANK) and HEX.issuperset(digits)
-        else None
-    )
+    """Return the CRC-32 that eight hexadecimal digits stand for. None for anything else."""
+    if not isinstance(digits, str) or len(digits) != len(BLANK) or not HEX.issuperset(digits):
+        return None
+    return int(digits, 16)
 
 
 def seal(raw: bytes, nbytes: int = 0) -> bytes:
-    """A JSON object with a last field that is its checksum, filled with spaces to a length of `nbytes`."""
+    """Return a JSON object with its checksum as a last field, and spaces behind it.
+
+    Args:
+        raw: The object, without spaces at its end.
+        nbytes: The length that is reached with spaces, if the object is not longer by itself.
+    """
     return b"".join(seal_pieces((raw[:-1],), nbytes))
 
 
 def seal_pieces(pieces: Iterable[bytes], nbytes: int = 0) -> Iterator[bytes]:
-    """The pieces of an object, up to its last brace, and behind them its checksum and the spaces."""
-    crc, done = 0, 0
+    """Yield the pieces of a JSON object without its last brace, and then its seal.
+
+    As `seal`, for an object that is too large to be in memory twice.
+    """
+    crc = 0
+    length = 0
     for piece in pieces:
-        crc, done = crc32(piece, crc), done + len(piece)
+        crc = crc32(piece, crc)
+        length += len(piece)
         yield piece
-    yield make_seal(crc, done, nbytes)
+    yield make_seal(crc, length, nbytes)
 
 
 def make_seal(crc: int, length: int, nbytes: int = 0) -> bytes:
-    """How a sealed object of `nbytes` ends, from its last field on, whose text up to there has this CRC-32 and length."""
+    """Return the end of a sealed document: its checksum, the last brace, and spaces.
+
+    Args:
+        crc: The CRC-32 of the document up to its last brace.
+        length: The length of the document up to its last brace.
+        nbytes: The length of the whole document, if it is not longer by itself.
+    """
     end = CLOSING.ljust(nbytes - length - len(OPENING) - len(BLANK))
     return OPENING + b"%08x" % crc32(OPENING + BLANK + end, crc) + end
 
 
-def check_seal(raw: bytes, what: str, remedy: str = "get it again") -> bool:
-    """Whether a document has a checksum of its own. Raises `Corrupted` where it is not that of the document."""
+def check_seal(raw: bytes, subject: str, remedy: str = "get it again") -> bool:
+    """Compare the checksum at the end of a document with its bytes.
+
+    Args:
+        raw: The document.
+        subject: What the document is, for messages: "the seal".
+        remedy: What to do about a damaged document, for messages.
+
+    Returns:
+        False if there is no checksum at the end.
+
+    Raises:
+        Corrupted: The checksum does not match.
+    """
     end = len(raw.rstrip(b" "))
     tail = raw[max(end - SEAL_NBYTES, 0) : end]
     if len(tail) != SEAL_NBYTES or not tail.startswith(OPENING) or not tail.endswith(CLOSING):
         return False
-    at = end - len(CLOSING) - len(BLANK)
-    digits = raw[at : at + len(BLANK)].decode("latin-1")
-    whole = memoryview(raw)
-    found = crc32(whole[at + len(BLANK) :], crc32(BLANK, crc32(whole[:at])))
-    if digits != f"{found:08x}":
-        expected = parse_crc(digits)
-        message = f"{what} does not have the checksum that it records of itself ({digits!r}, not {found:08x})"
+
+    digits_stop = end - len(CLOSING)
+    digits_start = digits_stop - len(BLANK)
+    digits = raw[digits_start:digits_stop].decode("latin-1")
+    memory = memoryview(raw)
+    crc = crc32(BLANK, crc32(memory[:digits_start]))
+    crc = crc32(memory[digits_stop:], crc)
+    if digits != f"{crc:08x}":
         raise Corrupted(
-            f"{message}: it changed after it was written; {remedy}", expected=expected, found=found
+            f"{subject} does not have the checksum that it records of itself ({digits!r}, not "
+            f"{crc:08x}): it changed after it was written; {remedy}",
+            expected=parse_crc(digits),
+            found=crc,
         )
     return True
-
-
-def _unsealed(kind: DocumentType[D], what: str) -> Corrupted:
-    return Corrupted(
-        f"a {what} ends with its own checksum, and this one does not: it changed after it was written; {kind.remedy}"
-    )

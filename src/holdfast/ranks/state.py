@@ -65,8 +65,8 @@ class CatalogueDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 CATALOGUE = DocumentType(
     name="catalogue of a rank",
     decoder=msgspec.json.Decoder(CatalogueDocument),
-    most=UNLIMITED,
-    canonical=True,
+    max_nbytes=UNLIMITED,
+    is_canonical=True,
 )
 
 
@@ -283,7 +283,10 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 HEADER = DocumentType(
-    name="header of a rank", decoder=msgspec.json.Decoder(Header), most=UNLIMITED, canonical=True
+    name="header of a rank",
+    decoder=msgspec.json.Decoder(Header),
+    max_nbytes=UNLIMITED,
+    is_canonical=True,
 )
 
 

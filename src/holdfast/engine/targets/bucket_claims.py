@@ -63,7 +63,9 @@ class ClaimContent(msgspec.Struct, frozen=True):
     folders: tuple[str, ...]
 
 
-DOCUMENT = DocumentType(name="claim", decoder=msgspec.json.Decoder(ClaimContent), most=MOST_NBYTES)
+DOCUMENT = DocumentType(
+    name="claim", decoder=msgspec.json.Decoder(ClaimContent), max_nbytes=MOST_NBYTES
+)
 
 
 class Claim:

@@ -53,7 +53,7 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 DOCUMENT = DocumentType(
-    name="lock", file=LOCK, decoder=msgspec.json.Decoder(Holder), most=MOST_NBYTES
+    name="lock", file=LOCK, decoder=msgspec.json.Decoder(Holder), max_nbytes=MOST_NBYTES
 )
 
 

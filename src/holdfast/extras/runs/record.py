@@ -122,9 +122,14 @@ D = TypeVar("D", RunRecord, Pins, Doubts, Receipts)
 
 def _kind(format: str, name: str, type: type[D]) -> DocumentType[D]:
     return DocumentType(
-        name=name, file=f"{format}.json", decoder=msgspec.json.Decoder(type), format=format, versions=(1,), most=MOST_NBYTES,
+        name=name,
+        file=f"{format}.json",
+        decoder=msgspec.json.Decoder(type),
+        format=format,
+        versions=(1,),
+        max_nbytes=MOST_NBYTES,
         indent=1,
-    )  # fmt: skip
+    )
 
 
 RECORD = _kind("holdfast.run", "record of a run", RunRecord)

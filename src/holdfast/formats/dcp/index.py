@@ -77,9 +77,14 @@ class SideFileFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 DOCUMENT = DocumentType(
-    name="file with the checksum of the index", file=BESIDE, decoder=msgspec.json.Decoder(SideFileFields), versions=(1,),
-    since={SELF: 1}, most=MOST_NBYTES, remedy="nothing else needs it, and it may be deleted",
-)  # fmt: skip
+    name="file with the checksum of the index",
+    file=BESIDE,
+    decoder=msgspec.json.Decoder(SideFileFields),
+    versions=(1,),
+    field_versions={SELF: 1},
+    max_nbytes=MOST_NBYTES,
+    remedy="nothing else needs it, and it may be deleted",
+)
 
 
 def checksum_file(metadata: bytes) -> bytes:

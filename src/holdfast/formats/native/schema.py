@@ -128,9 +128,14 @@ VERSIONS = (1, 2, SEALED_VERSION, HASHED_VERSION, BESIDE_VERSION, COLUMNS_VERSIO
 SINCE = {"others": SEALED_VERSION, SELF: SEALED_VERSION, "hash": HASHED_VERSION}
 
 DOCUMENT = DocumentType(
-    name="manifest", file=MANIFEST, decoder=msgspec.json.Decoder(Manifest), format=FORMAT, versions=VERSIONS, since=SINCE,
-    many="tensors",
-)  # fmt: skip
+    name="manifest",
+    file=MANIFEST,
+    decoder=msgspec.json.Decoder(Manifest),
+    format=FORMAT,
+    versions=VERSIONS,
+    field_versions=SINCE,
+    largest_field="tensors",
+)
 
 
 class Parsed(Value, frozen=True):

@@ -96,9 +96,14 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 DOCUMENT = DocumentType(
-    name="seal", file=SEAL, decoder=msgspec.json.Decoder(Document), format=FORMAT, versions=(VERSION,), since={SELF: VERSION},
+    name="seal",
+    file=SEAL,
+    decoder=msgspec.json.Decoder(Document),
+    format=FORMAT,
+    versions=(VERSION,),
+    field_versions={SELF: VERSION},
     remedy="seal the files again",
-)  # fmt: skip
+)
 
 
 def seal_name(name: str) -> str:
