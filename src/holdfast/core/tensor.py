@@ -1,9 +1,14 @@
-"""`LazyTensor`: a tensor that is described and not read.
+"""`LazyTensor`: a tensor that is described, and read on request.
 
-Slicing, transposing and looking at one are arithmetic. `numpy()`, `torch()`, `np.asarray` and `read(out=…)` move bytes, and only
-the bytes that are asked for.
+Indexing, transposing and printing one compute with its description. `numpy()`, `torch()`,
+`np.asarray` and `read(out=…)` read elements, and only those that are requested.
 
-An index is arithmetic on chunks (`resolve_index`). A `Composite` is one torch tensor that is stored as several plain ones.
+A tensor is described by chunks (`core/chunk.py`): the elements of a box of the tensor, in a
+storage. Most tensors have one chunk. Those keep a `Position` instead, which makes the chunk on
+request, because a checkpoint with 100,000 tensors is opened for a few of them. Indexing is arithmetic on
+positions and chunks (`resolve_index`, `slice_chunks`).
+
+A `Composite` is one torch tensor that is stored as several plain ones, such as a sparse tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import MemberDescriptorType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
 
 import numpy as np
 
@@ -31,27 +36,42 @@ from holdfast.errors import BadArgument, BadIndex, BadTarget, LimitExceeded, Uns
 if TYPE_CHECKING:
     import torch
 
+MAX_LISTED_FILES = 3
+"""The most files that the card of a tensor in a notebook names."""
+
 
 class Composite(Value, frozen=True, eq=False):
-    """A tensor made of plain parts. In a checkpoint's mapping its parts stand under `name.part`."""
+    """A tensor that is stored as several plain tensors, such as a sparse or a quantized tensor.
+
+    A checkpoint lists its parts as separate tensors: `name.indices`, `name.values`.
+    """
 
     kind: str
-    """`sparse_coo`, `sparse_csr`, `sparse_csc`, `sparse_bsr`, `sparse_bsc`, `quantized`, `nested` or `jagged`."""
+    """`sparse_coo`, `sparse_csr`, `sparse_csc`, `sparse_bsr`, `sparse_bsc`, `quantized`, `nested`
+    or `jagged`."""
     shape: tuple[int, ...]
-    """The shape of the whole; of a nested tensor only how many tensors are in it."""
+    """The shape of the whole tensor. For a nested tensor only the number of its tensors."""
     parts: Mapping[str, LazyTensor]
-    """Its plain tensors: `indices` and `values`; `int_repr`, `scales`, `zero_points`; `buffer`, `sizes`, `strides`, `offsets`;
-    `values`, `offsets`, `lengths`."""
+    """The plain tensors: `indices` and `values`; `int_repr`, `scales` and `zero_points`; `buffer`,
+    `sizes`, `strides` and `offsets`; or `values`, `offsets` and `lengths`."""
     attributes: Mapping[str, object]
-    """Everything else: `coalesced`, `qscheme`, `scale`, `zero_point`, `axis`, `ragged_idx`, `min_seqlen`, `max_seqlen`."""
+    """The values that are not tensors: `coalesced`, `qscheme`, `scale`, `zero_point`, `axis`,
+    `ragged_idx`, `min_seqlen` and `max_seqlen`."""
     traits: Traits
 
     def children(self) -> Iterator[tuple[str, LazyTensor]]:
-        """The parts, each with its name."""
+        """Yield the name and the tensor of each part."""
         yield from self.parts.items()
 
     def torch(self) -> torch.Tensor:
-        """The whole as a torch tensor of its kind, its indices checked; imports torch."""
+        """Read the parts and return the whole as a torch tensor of its kind.
+
+        This imports torch.
+
+        Raises:
+            HoldfastError: The parts cannot be read, or do not fit together. A sparse tensor, for
+                example, may have indices outside its shape.
+        """
         return cast("torch.Tensor", find_hook("tensor_from_composite")(self))
 
     def __repr__(self) -> str:
@@ -59,267 +79,333 @@ class Composite(Value, frozen=True, eq=False):
 
 
 class AliasView(Value, frozen=True, gc=False):
-    """The storage that a tensor shared with others before it was saved in a format that copies each of them. Counted in bits, as in
-    a `Chunk`: `Chunk(Box.whole(shape), storage, view.offset, view.strides)` is the view again."""
+    """Where a tensor lay in a storage that it shared, before a format saved it as a copy.
+
+    Offset and strides are in bits, as in a `Chunk`.
+    """
 
     group: int
-    """Number of the storage; tensors of one source with the same number shared it."""
+    """The number of the storage. Tensors of one source with the same number shared it."""
     nbytes: int
-    """How long that storage was. Bytes that no tensor covers were not kept."""
+    """The size of the storage. Bytes that belonged to no tensor are not stored."""
     offset: int
-    """Bit of the storage where the tensor's first element lay."""
+    """The bit of the storage where the first element of the tensor lay."""
     strides: tuple[int, ...]
-    """Bits from one element to the next, a dimension each; never negative."""
+    """Bits from one element to the next, for each dimension. None is negative."""
 
 
 class Traits(Value, frozen=True):
-    """What torch knows of a tensor beyond its elements."""
+    """What torch records about a tensor beyond its elements."""
 
     requires_grad: bool = False
     parameter: bool = False
-    """Whether it was an `nn.Parameter`."""
+    """Whether the tensor was an `nn.Parameter`."""
     buffer: bool = False
-    """Whether it was an `nn.Buffer`."""
+    """Whether the tensor was an `nn.Buffer`."""
     conj: bool = False
-    """The stored elements are the complex conjugates of the tensor's."""
+    """Whether the stored elements are the complex conjugates of those of the tensor."""
     neg: bool = False
-    """The stored elements are the negatives of the tensor's."""
+    """Whether the stored elements are the negatives of those of the tensor."""
     meta: bool = False
-    """Whether it has a shape and no data."""
+    """Whether the tensor was on the meta device: it has a shape and no elements."""
     subclass: Global | None = None
-    """The class of a tensor subclass, which was not built."""
+    """The class of a tensor subclass, which is not built."""
     state: object = None
+    """The attributes of a tensor subclass or a parameter."""
     alias: AliasView | None = None
-    """Where it lay when it shared its storage, in a file whose format stores every tensor by itself."""
+    """Where the tensor lay in a storage that it shared, if its format saved it as a copy."""
     blocks: str | None = None
-    """Of bytes that are quantised blocks: their type, as `numeric/dequantize.py` has it (`Q4_K`)."""
+    """The type of quantization blocks, such as `Q4_K`, if the elements are their bytes."""
     strides: tuple[int, ...] | None = None
-    """How it lay in memory when it was saved, in elements, where a file notes that apart: DCP since torch 2.15."""
+    """The strides in memory, in elements, if the file records them apart from those of the stored
+    elements. DCP does so since torch 2.15."""
 
     def dtype_label(self, dtype: DType) -> str:
-        """The name of the dtype as people read it: of quantised blocks, their type."""
+        """Return the name of a dtype for people. For quantization blocks it is their type."""
         return self.blocks or dtype.name
 
 
 PLAIN_TRAITS = Traits()
-
-
-FileRange = tuple[str, int, int, int]
-"""A file, the first byte, how many there are, and the CRC-32 that the file records of just these; `NO_CRC` where it does not."""
+"""The traits of most tensors. Compare with `is`, which is faster than `==`."""
 
 NO_CRC = -1
+"""Stands for a missing CRC-32 in columns and tuples of integers."""
 
-MAX_FILE_OFFSET = (
-    1 << 61
-)  # No file reaches so far. What claims to is left to arithmetic that does not overflow.
+MAX_FILE_OFFSET = 1 << 61
+"""No file is this large. Positions beyond it would overflow the integers of numpy."""
+
+
+class FileRange(NamedTuple):
+    """A range of bytes of a file that are the elements of an array."""
+
+    key: str
+    """The file."""
+    start: int
+    nbytes: int
+    crc32: int
+    """The recorded CRC-32 of exactly these bytes; `NO_CRC` if none is recorded."""
 
 
 class Position(Protocol):
-    """Where a tensor in one piece lies, before somebody asks for its chunk."""
+    """Where the elements of a tensor with one chunk lie. It makes the chunk on request."""
 
     def strided_position(self) -> StridedPosition:
-        """As its chunk will say."""
+        """Return the storage, the offset and the strides of the elements."""
 
     def file_range(self, dtype: DType, shape: tuple[int, ...]) -> FileRange | None:
-        """The range of its file, where the bytes there are those of an array; None where they are not."""
+        """Return the range of a file whose bytes are those of an array, or None."""
 
 
 class DeferredChunks(Protocol):
-    """The chunks of a tensor in many pieces, before somebody asks for them."""
+    """The chunks of a tensor that has many. They are built on request."""
 
     def build(self, start: Sequence[int] = (), stop: Sequence[int] = ()) -> tuple[Chunk, ...]:
-        """All chunks; or those that meet a box, which may have fewer dimensions."""
+        """Build the chunks that intersect a box, by default all chunks.
+
+        Args:
+            start: The lowest corner of the box. Missing dimensions are not restricted.
+            stop: The corner behind the box.
+        """
 
 
 @lru_cache(maxsize=1024)
-def _in_order(shape: tuple[int, ...], bits: int) -> tuple[Box, tuple[int, ...]]:
-    """The box and the strides of a tensor in C order: of a hundred thousand tensors there are a dozen."""
+def _whole_box_and_strides(shape: tuple[int, ...], bits: int) -> tuple[Box, tuple[int, ...]]:
+    """Return the box and the strides of a tensor in C order.
+
+    They are cached, because a hundred thousand tensors have a dozen different shapes.
+    """
     return Box.whole(shape), c_strides(shape, bits)
 
 
 @lru_cache(maxsize=1024)
-def _contiguous_nbytes(bits: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Bytes of elements that follow each other in C order and fill whole bytes each; -1 for others."""
-    return (
-        -1 if bits < 8 or not is_c_ordered(shape, strides, bits) else math.prod(shape) * bits // 8
-    )
+def _contiguous_nbytes(bits: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
+    """Return the size of elements in C order without gaps. None if they are not such elements."""
+    if bits < 8 or not is_c_ordered(shape, strides, bits):
+        return None
+    return math.prod(shape) * bits // 8
 
 
 class StridedPosition(Value, frozen=True, eq=False):
-    """The position of a slice of a tensor in one piece."""
+    """The position of a tensor, or of a slice of one, whose elements lie in one storage."""
 
     storage: Storage
     offset: int
-    """Bit of the storage where the first element lies."""
+    """The bit of the storage where the first element lies."""
     strides: tuple[int, ...]
-
-    def to_chunk(self, shape: tuple[int, ...]) -> Chunk:
-        return Chunk(Box.whole(shape), self.storage, self.offset, self.strides)
+    """Bits from one element to the next, for each dimension."""
 
     def strided_position(self) -> StridedPosition:
+        """Return this position."""
         return self
 
     def file_range(self, dtype: DType, shape: tuple[int, ...]) -> FileRange | None:
-        storage, offset = self.storage, self.offset
-        # By its exact class: a storage of another kind may not know its place before it is asked.
+        """Return the range of a file whose bytes are those of an array, or None.
+
+        Args:
+            dtype: The type of the elements.
+            shape: The length of each dimension.
+        """
+        storage = self.storage
+        # Subclasses of a storage may have to search for their place in the file.
         if type(storage) is not Storage:
             return None
         nbytes = _contiguous_nbytes(dtype.bits, shape, self.strides)
-        first_byte, start = offset // 8, storage.start
-        is_inside = 0 <= first_byte <= storage.nbytes - nbytes
-        if nbytes < 0 or offset % 8 or not is_inside or not 0 <= start < MAX_FILE_OFFSET:
+        if nbytes is None or self.offset % 8:
             return None
         if storage.byteorder != "little" and dtype.swap_nbytes > 1:
             return None
-        crc = storage.crc32 if nbytes == storage.nbytes else None
-        return storage.key, start + first_byte, nbytes, NO_CRC if crc is None else crc
+
+        start_in_storage = self.offset // 8
+        if not 0 <= start_in_storage <= storage.nbytes - nbytes:
+            return None
+        if not 0 <= storage.start < MAX_FILE_OFFSET:
+            return None
+
+        crc32 = NO_CRC
+        if nbytes == storage.nbytes and storage.crc32 is not None:
+            crc32 = storage.crc32
+        return FileRange(storage.key, storage.start + start_in_storage, nbytes, crc32)
 
 
 class TensorFields(Value, frozen=True, eq=False):
-    """The fields of a `LazyTensor`, which makes its chunks when they are asked for."""
+    """The fields of a `LazyTensor`. That class overrides `chunks` by a property."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...] | DeferredChunks
+    """The chunks; or what builds them; or an empty tuple, if `position` makes the only chunk."""
     source: Source
     traits: Traits = PLAIN_TRAITS
-    position: Position | None = (
-        None  # Where it lies, where its one chunk is made when somebody asks for it.
-    )
+    position: Position | None = None
 
 
 _CHUNKS: MemberDescriptorType = vars(TensorFields)["chunks"]
+"""Reads and writes the field that the property `LazyTensor.chunks` covers."""
+
 set_tensor_name: Callable[[LazyTensor, str], None] = vars(TensorFields)["name"].__set__
-"""For a tensor that is fresh from a format and was seen by nobody yet."""
+"""Sets the name of a frozen tensor. Only for one that a format has just made."""
 
 
 class LazyTensor(TensorFields, frozen=True, eq=False):
-    """A named, immutable description (dtype, shape, chunks) that slices to another description and reads when asked."""
+    """A tensor of a checkpoint that is described, and read on request.
 
-    @property  # type: ignore[misc]  # no field, but read-only as one
+    Indexing and transposing return another lazy tensor and read nothing. `numpy`, `read` and
+    `torch` read exactly the elements that the lazy tensor describes.
+
+    Attributes:
+        name: The name of the tensor in its checkpoint.
+        dtype: The type of its elements.
+        shape: The length of each dimension.
+        source: The open files that the elements are read from.
+        traits: What torch records about the tensor beyond its elements.
+
+    Examples:
+        >>> weight = checkpoint["layers.0.weight"]
+        >>> weight
+        <LazyTensor 'layers.0.weight' float32 [4, 3]>
+        >>> weight[1:3, 0]
+        <LazyTensor 'layers.0.weight' float32 [2]>
+        >>> weight[1:3, 0].numpy()
+        array([3., 6.], dtype=float32)
+    """
+
+    @property  # type: ignore[misc]  # read-only, as the field that it covers
     def chunks(self) -> tuple[Chunk, ...]:
-        """Where its elements lie: boxes of the tensor in storages."""
+        """Where the elements lie: boxes of the tensor, each in a storage."""
         chunks: tuple[Chunk, ...] | DeferredChunks = _CHUNKS.__get__(self)
         if not isinstance(chunks, tuple):
             chunks = chunks.build()
             _CHUNKS.__set__(self, chunks)
         elif not chunks and self.position is not None:
-            chunks = (self.position.strided_position().to_chunk(self.shape),)
+            place = self.position.strided_position()
+            box = Box.whole(self.shape)
+            chunks = (Chunk(box, place.storage, place.offset, place.strides),)
             _CHUNKS.__set__(self, chunks)
         return chunks
 
     @property
     def has_deferred_chunks(self) -> bool:
-        """Whether its chunks are many, and not made yet."""
+        """Whether the tensor has many chunks that are not built yet."""
         return not isinstance(_CHUNKS.__get__(self), tuple)
 
     @classmethod
     def contiguous(
         cls, name: str, dtype: DType, shape: tuple[int, ...], storage: Storage, source: Source
     ) -> LazyTensor:
-        """A whole tensor in C order from the first byte of its storage on."""
-        box, strides = _in_order(shape, dtype.bits)
+        """Describe a tensor in C order that starts at the first byte of its storage.
+
+        Args:
+            name: The name of the tensor.
+            dtype: The type of its elements.
+            shape: The length of each dimension.
+            storage: The bytes of the elements.
+            source: Where the storage is read from.
+        """
+        box, strides = _whole_box_and_strides(shape, dtype.bits)
         return cls(name, dtype, shape, (Chunk(box, storage, 0, strides),), source)
 
     def strided_position(self) -> StridedPosition | None:
-        """Return where its elements lie, if it is one piece from its first element on.
+        """Return where the elements lie, if they lie in one storage; None otherwise.
 
-        The pieces of a tensor in many pieces are not made for this.
+        Deferred chunks are not built for this.
         """
         if self.position is not None:
             return self.position.strided_position()
         chunks: tuple[Chunk, ...] | DeferredChunks = _CHUNKS.__get__(self)
-        if not isinstance(chunks, tuple):
+        if not isinstance(chunks, tuple) or len(chunks) != 1:
             return None
-        # By its exact class: a chunk of another kind may not know its place before it is asked.
-        if (
-            len(chunks) != 1
-            or type(chunks[0]) is not Chunk
-            or chunks[0].box.stop != self.shape
-            or any(chunks[0].box.start)
-        ):
+        (chunk,) = chunks
+        # Subclasses of a chunk may have to search for their place in the file.
+        if type(chunk) is not Chunk:
             return None
-        return StridedPosition(chunks[0].storage, chunks[0].offset, chunks[0].strides)
+        if chunk.box.stop != self.shape or any(chunk.box.start):
+            return None
+        return StridedPosition(chunk.storage, chunk.offset, chunk.strides)
 
     def file_range(self) -> FileRange | None:
-        """The range of a file whose bytes are those of its array; None where there is none such."""
-        traits, position = self.traits, self.position
+        """Return the range of a file whose bytes are those of `numpy()`, or None.
+
+        None means that the elements must be gathered, swapped or computed.
+        """
+        traits = self.traits
         if traits is not PLAIN_TRAITS and (traits.conj or traits.neg or traits.meta):
             return None
-        if position is not None:
-            return position.file_range(self.dtype, self.shape)
-        position = self.strided_position()
+        position = self.position
         if position is None:
-            return None
+            position = self.strided_position()
+            if position is None:
+                return None
         return position.file_range(self.dtype, self.shape)
 
     def __replace__(self, /, **changes: Any) -> LazyTensor:  # noqa: ANN401  # those of a tensor
         if changes.keys() <= {"name", "traits"}:
-            name, traits = changes.get("name", self.name), changes.get("traits", self.traits)
             return LazyTensor(
-                name,
+                changes.get("name", self.name),
                 self.dtype,
                 self.shape,
                 _CHUNKS.__get__(self),
                 self.source,
-                traits,
+                changes.get("traits", self.traits),
                 self.position,
             )
-        # Whoever makes another tensor of this one says where that lies.
-        fields = ("name", "dtype", "shape", "chunks", "source", "traits")
-        return LazyTensor(
-            **{name: getattr(self, name) for name in fields if name not in changes}, **changes
-        )
+        # With another shape or other chunks the position would be wrong.
+        for field in ("name", "dtype", "shape", "chunks", "source", "traits"):
+            if field not in changes:
+                changes[field] = getattr(self, field)
+        return LazyTensor(**changes)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return LazyTensor, (
-            self.name,
-            self.dtype,
-            self.shape,
-            self.chunks,
-            self.source,
-            self.traits,
-        )
+        fields = (self.name, self.dtype, self.shape, self.chunks, self.source, self.traits)
+        return LazyTensor, fields
 
     @property
     def ndim(self) -> int:
+        """The number of dimensions."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """How many elements it has (as numpy counts, not as torch's `size()`)."""
+        """The number of elements, as in numpy. In torch, `size()` is the shape."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements when packed without gaps."""
+        """The size of the elements in bytes, packed without gaps."""
         return self.dtype.nbytes(self.size)
 
     @property
     def storages(self) -> tuple[Storage, ...]:
-        """Where its chunks lie, each storage once."""
+        """The storages that have elements of the tensor, each once."""
         return tuple(dict.fromkeys(chunk.storage for chunk in self.chunks))
 
     @property
     def shared_chunks(self) -> tuple[Chunk, ...]:
-        """How it lies in what it shares with its aliases: its chunks, or those that it had before it was saved as a copy."""
-        view = self.traits.alias
-        if view is None:
+        """The chunks, in the storage that the tensor shares or shared with others.
+
+        A format such as safetensors saves tensors that share a storage as copies, and records where
+        they lay (`Traits.alias`). For such a copy this is the chunk before it was saved.
+        """
+        alias = self.traits.alias
+        if alias is None:
             return self.chunks
-        # Numbers below 0 are no places in a file: the storages that a file remembers are no others.
+        # The storage exists no more. No storage of a file has an empty key and a negative start.
         storage = Storage(
-            "", -1 - view.group, view.nbytes, label=f"shared/{view.group}", home=self.source.store
+            "",
+            -1 - alias.group,
+            alias.nbytes,
+            label=f"shared/{alias.group}",
+            home=self.source.store,
         )
-        return (Chunk(Box.whole(self.shape), storage, view.offset, view.strides),)
+        return (Chunk(Box.whole(self.shape), storage, alias.offset, alias.strides),)
 
     @property
     def shared_storages(self) -> tuple[Storage, ...]:
-        """What it shares with its aliases: its storages, or the one that it was a view of before it was saved as a copy."""
+        """The storages of `shared_chunks`, each once."""
         return tuple(dict.fromkeys(chunk.storage for chunk in self.shared_chunks))
 
     def numel(self) -> int:
-        """How many elements it has, under torch's name."""
+        """Return the number of elements, as in torch."""
         return self.size
 
     def __len__(self) -> int:
@@ -328,68 +414,85 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         return self.shape[0]
 
     def __iter__(self) -> Iterator[LazyTensor]:
-        """The rows, none of which is read."""
+        """Iterate over the first dimension. Nothing is read."""
         if not self.shape:
             raise TypeError("iteration over a 0-d tensor; item() reads its value")
-        return (self[at] for at in range(self.shape[0]))
+        return (self[index] for index in range(self.shape[0]))
 
     def __getitem__(self, index: object) -> LazyTensor:
-        """A slice, as numpy's basic indexing; nothing is read."""
+        """Return a slice, as numpy's basic indexing does. Nothing is read.
+
+        Args:
+            index: Integers, slices, `...` and `None`.
+
+        Raises:
+            BadIndex: The index is out of bounds, or an array or a boolean.
+        """
+        # A slice is not the whole parameter: only what the elements mean stays true.
         traits = self.traits
         if traits is not PLAIN_TRAITS:
             traits = Traits(conj=traits.conj, neg=traits.neg, meta=traits.meta)
-        current = self.strided_position()
-        if current is not None:
-            storage = current.storage
-            shape, offset, strides, _ = resolve_index(
-                self.shape, current.offset, current.strides, index
-            )
-            position = None if 0 in shape else StridedPosition(storage, offset, strides)
-            return LazyTensor(self.name, self.dtype, shape, (), self.source, traits, position)
 
-        shape, _, _, picks = resolve_index(self.shape, 0, self.shape, index)
+        place = self.strided_position()
+        if place is not None:
+            view = resolve_index(self.shape, place.offset, place.strides, index)
+            position = None
+            if 0 not in view.shape:
+                position = StridedPosition(place.storage, view.offset, view.strides)
+            return LazyTensor(self.name, self.dtype, view.shape, (), self.source, traits, position)
+
+        view = resolve_index(self.shape, 0, self.shape, index)
         chunks: tuple[Chunk, ...] | DeferredChunks = _CHUNKS.__get__(self)
         if not isinstance(chunks, tuple):
-            # Of eight thousand pieces a rank wants one or two.
-            chunks = chunks.build(*_bounds(picks))
-        return LazyTensor(
-            self.name, self.dtype, shape, slice_chunks(picks, chunks), self.source, traits
-        )
+            # A rank reads one or two of eight thousand chunks.
+            chunks = chunks.build(*_find_bounds(view.picks))
+        chunks = slice_chunks(view.picks, chunks)
+        return LazyTensor(self.name, self.dtype, view.shape, chunks, self.source, traits)
 
     def permute(self, *axes: int | Sequence[int]) -> LazyTensor:
-        """A view with the dimensions in another order, given one by one or as a tuple; nothing is read."""
-        given: Sequence[object] = (
-            axes[0] if len(axes) == 1 and isinstance(axes[0], Sequence) else axes
-        )
+        """Return a view with its dimensions in another order. Nothing is read.
+
+        Args:
+            axes: All dimensions in their new order, one by one or as one sequence. Negative
+                numbers count from the last dimension.
+
+        Raises:
+            BadIndex: A dimension is missing or occurs twice.
+        """
+        requested_axes: Sequence[object] = axes
+        if len(axes) == 1 and isinstance(axes[0], Sequence):
+            requested_axes = axes[0]
+        all_axes = range(self.ndim)
         try:
-            order = [at + self.ndim if at < 0 else at for at in map(operator.index, given)]  # type: ignore[arg-type]  # the TypeError is the check
-        except TypeError:
+            # Looking an axis up in the range checks it, and resolves a negative number.
+            indices = map(operator.index, requested_axes)  # type: ignore[arg-type]  # the TypeError is the check
+            order = [all_axes[index] for index in indices]
+        except (TypeError, IndexError):
             order = [-1]
-        if sorted(order) != list(range(self.ndim)):
+        if sorted(order) != list(all_axes):
             raise BadIndex(f"permute needs each of {self.ndim} dimensions once, got {axes}")
 
-        def turn(values: Sequence[int]) -> tuple[int, ...]:
-            return tuple(values[a] for a in order)
+        def reorder(values: Sequence[int]) -> tuple[int, ...]:
+            return tuple(values[axis] for axis in order)
 
-        chunks = tuple(
-            Chunk(Box(turn(c.box.start), turn(c.box.stop)), c.storage, c.offset, turn(c.strides))
-            for c in self.chunks
-        )
+        chunks: list[Chunk] = []
+        for chunk in self.chunks:
+            box = Box(reorder(chunk.box.start), reorder(chunk.box.stop))
+            chunks.append(Chunk(box, chunk.storage, chunk.offset, reorder(chunk.strides)))
         return replace(
             self,
-            shape=turn(self.shape),
-            chunks=chunks,
+            shape=reorder(self.shape),
+            chunks=tuple(chunks),
             traits=replace(self.traits, alias=None, blocks=None),
         )
 
     @property
-    def T(self) -> LazyTensor:  # noqa: N802  # numpy's and torch's name
-        """All dimensions reversed."""
+    def T(self) -> LazyTensor:  # noqa: N802  # the name in numpy and torch
+        """This tensor with its dimensions in reverse order. Nothing is read."""
         return self.permute(*reversed(range(self.ndim)))
 
     def renamed(self, name: str) -> LazyTensor:
-        """This tensor under another name."""
-        # Nothing but the name differs, so one that has no chunks yet needs none now.
+        """Return this tensor under another name."""
         return LazyTensor(
             name,
             self.dtype,
@@ -401,83 +504,149 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         )
 
     def numpy(self) -> np.ndarray:
-        """The elements as an array: over mapped memory where the checkpoint is mapped and the layout allows, else read."""
-        view = self.source.view(self) if self.source.mapped else None
-        return self.source.arrays([self])[0] if view is None else view
+        """Return the elements as an array.
+
+        Returns:
+            A read-only view of mapped memory, if the checkpoint was opened with `mmap=True` and the
+            elements lie there as an array. Otherwise a new array.
+
+        Raises:
+            HoldfastError: The elements cannot be read.
+        """
+        if self.source.mapped:
+            view = self.source.view(self)
+            if view is not None:
+                return view
+        return self.source.arrays([self])[0]
 
     def read(self, *, out: np.ndarray | None = None) -> np.ndarray:
-        """Read the elements into a fresh array, or into `out` (same shape and dtype; any strides), which is returned."""
+        """Read the elements into an array.
+
+        Args:
+            out: A writable array of the same shape and dtype, with any strides, that receives the
+                elements. By default a new array is made.
+
+        Returns:
+            The array that has the elements.
+
+        Raises:
+            BadTarget: `out` is not a writable array of the right shape and dtype.
+            HoldfastError: The elements cannot be read.
+
+        Examples:
+            >>> import numpy as np
+            >>> rows = np.empty((2, 3), np.float32)
+            >>> checkpoint["layers.0.weight"][:2].read(out=rows)
+            array([[0., 1., 2.],
+                   [3., 4., 5.]], dtype=float32)
+        """
         if out is None:
             return self.source.arrays([self])[0]
         if not isinstance(out, np.ndarray):
             raise BadTarget(
                 f"out= must be a numpy array, not {type(out).__name__}", tensor=self.name
             )
-        if out.shape != self.shape or out.dtype != self.dtype.numpy or not out.flags.writeable:
-            given = f"{'a' if out.flags.writeable else 'a read-only'} {out.dtype} array of shape {out.shape}"
-            message = f"out= must be a writable {self.dtype.numpy} array of shape {self.shape}, not {given}"
-            expected, found = (self.shape, self.dtype.numpy), (out.shape, out.dtype)
-            raise BadTarget(message, tensor=self.name, expected=expected, found=found)
+        dtype = self.dtype.numpy
+        if out.shape != self.shape or out.dtype != dtype or not out.flags.writeable:
+            article = "a" if out.flags.writeable else "a read-only"
+            raise BadTarget(
+                f"out= must be a writable {dtype} array of shape {self.shape}, "
+                f"not {article} {out.dtype} array of shape {out.shape}",
+                tensor=self.name,
+                expected=(self.shape, dtype),
+                found=(out.shape, out.dtype),
+            )
         self.source.read([Request(self, out)])
         return out
 
     def item(self) -> bool | int | float | complex:
-        """The one element of a tensor that has one, as a number of Python's; reads it."""
+        """Read a tensor of one element and return it as a Python number.
+
+        Raises:
+            BadArgument: The tensor has no element or several.
+        """
         if self.size != 1:
             raise BadArgument(
                 f"item() is for tensors of one element, and this one has {self.size:,}",
                 tensor=self.name,
             )
         (value,) = np.asarray(self.tolist(), dtype=object).reshape(-1)
-        return value  # type: ignore[no-any-return]  # a number, as `tolist` gives them
+        return value  # type: ignore[no-any-return]  # `tolist` returns numbers
 
     def tolist(self) -> AnyValue:
-        """The elements as numbers of Python's in nested lists, or as one number; reads them."""
+        """Read the elements and return them as Python numbers.
+
+        Returns:
+            Nested lists of numbers. For a tensor without dimensions, one number.
+
+        Raises:
+            Unsupported: The elements are not numbers, such as quantization blocks.
+        """
         array = self.numpy()
         if self.dtype.kind == "other" or (self.dtype.packed and self.dtype.kind == "quantized"):
             raise Unsupported(
                 f"{self.dtype} has no numbers; numpy() gives the bytes", tensor=self.name
             )
         if array.dtype.names:
-            # A pair of halves, which numpy has no complex numbers of.
+            # numpy has no complex numbers of two float16. They are stored as a pair of fields.
             array = array["real"].astype(np.float32) + 1j * array["imag"].astype(np.float32)
-        # What numpy lacks (bfloat16) comes as objects of its own, which float32 holds exactly.
-        return (array.astype(np.float32) if array.dtype.kind == "V" else array).tolist()
+        if array.dtype.kind == "V":
+            # For dtypes that numpy lacks (bfloat16), `tolist` would return objects of ml_dtypes.
+            # Their values are exact in float32.
+            array = array.astype(np.float32)
+        return array.tolist()
 
     def __float__(self) -> float:
-        return float(self.item())  # type: ignore[arg-type]  # of a complex number Python says what is wrong
+        return float(self.item())  # type: ignore[arg-type]  # Python refuses a complex number
 
     def __int__(self) -> int:
-        return int(self.item())  # type: ignore[arg-type]  # the same
+        return int(self.item())  # type: ignore[arg-type]  # Python refuses a complex number
 
     def __complex__(self) -> complex:
         return complex(self.item())
 
     def __format__(self, spec: str) -> str:
-        """As its one element, where it is to be written in some way: f"{ckpt['loss']:.3f}"."""
-        return format(self.item(), spec) if spec else repr(self)
+        """Format the only element, as in `f"{checkpoint['loss']:.3f}"`."""
+        if not spec:
+            return repr(self)
+        return format(self.item(), spec)
 
     def __bool__(self) -> bool:
-        """Of one element, whether it is other than zero; of more, that is no question, as in numpy and torch."""
+        """Return whether the only element is not zero."""
         if self.size != 1:
-            message = f"whether {self.size:,} elements are true is no question; ask one (item()), or for None"
-            raise BadArgument(message, tensor=self.name)
+            raise BadArgument(
+                f"the truth value of a tensor with {self.size:,} elements is ambiguous; "
+                "compare it with None, or read one element with item()",
+                tensor=self.name,
+            )
         return bool(self.item())
 
     def __getattr__(self, name: str) -> NoReturn:
-        """What arrays have and a description has not: `mean`, `to`, `cuda`. The message says how to."""
+        """Explain how to read the tensor, if an attribute of an array is used: `mean`, `cuda`."""
         raise AttributeError(
-            f"a lazy tensor has no {name!r}, since it is described and not read: tensor.numpy() and tensor.torch() read it",
-            name=name, obj=self,
-        )  # fmt: skip
+            f"a lazy tensor has no attribute {name!r}; read it with numpy() or torch() first",
+            name=name,
+            obj=self,
+        )
 
     def digest(self) -> Digest:
-        """What the tensor holds, in a few bytes; nothing is read where the file records the checksum of exactly its bytes."""
-        crc = None if self.traits.meta else self.source.digest([self])[0]
-        return Digest.from_crc32(self.dtype, self.shape, crc)
+        """Return the dtype, the shape and the CRC-32 of the elements.
+
+        Equal tensors have equal digests in every format. Nothing is read if the file records the
+        checksum of exactly these elements.
+        """
+        crc32 = None
+        if not self.traits.meta:
+            crc32 = self.source.digest([self])[0]
+        return Digest.from_crc32(self.dtype, self.shape, crc32)
 
     def empty(self) -> np.ndarray:
-        """A fresh array that can hold the elements; refused where an expanded view would cost more than was stored."""
+        """Return a new array that can receive the elements.
+
+        Raises:
+            LimitExceeded: An expanded view would take much more memory than is stored.
+            Unsupported: The tensor was on the meta device and has no elements.
+        """
         self.check_expansion()
         if self.traits.meta:
             raise Unsupported(
@@ -487,30 +656,57 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         return np.empty(self.shape, self.dtype.numpy)
 
     def check_expansion(self) -> None:
-        """Raise `LimitExceeded` where this is an expanded view whose elements are many more than were stored."""
-        nbytes, limits = self.size * self.dtype.numpy.itemsize, self.source.limits
-        stored = sum(storage.nbytes for storage in self.storages)
-        allowed = max(limits.expansion * stored, limits.expansion_floor_nbytes)
-        # Packed elements take a byte each in memory: at most four to the stored byte.
-        if nbytes > allowed * (8 // min(self.dtype.bits, 8)) and not self.traits.meta:
-            advice = "this is an expanded view; slice it, or raise Limits(expansion=…)"
-            message = f"reading {nbytes:,} bytes out of {stored:,} stored ones: {advice}"
-            raise LimitExceeded(message, tensor=self.name, expected=allowed, found=nbytes)
+        """Check that reading this tensor takes no more memory than its stored bytes justify.
+
+        A stride of 0 repeats an element. So a file of a few bytes can describe a tensor that fills
+        the memory.
+
+        Raises:
+            LimitExceeded: The tensor is an expanded view beyond `Limits.expansion`.
+        """
+        limits = self.source.limits
+        nbytes = self.size * self.dtype.numpy.itemsize
+        stored_nbytes = sum(storage.nbytes for storage in self.storages)
+        allowed_nbytes = max(limits.expansion * stored_nbytes, limits.expansion_floor_nbytes)
+        # In memory each packed element takes a whole byte.
+        elements_per_byte = 8 // min(self.dtype.bits, 8)
+        if nbytes > allowed_nbytes * elements_per_byte and not self.traits.meta:
+            raise LimitExceeded(
+                f"reading {nbytes:,} bytes out of {stored_nbytes:,} stored ones: "
+                "this is an expanded view; slice it, or raise Limits(expansion=…)",
+                tensor=self.name,
+                expected=allowed_nbytes,
+                found=nbytes,
+            )
 
     def __array__(
         self, dtype: np.dtype[np.generic] | None = None, copy: bool | None = None
     ) -> np.ndarray:
-        """What `np.asarray` calls. Reading makes the copy, so `copy=False` works over mapped memory alone, as numpy asks."""
+        """Return the elements for `np.asarray`.
+
+        Args:
+            dtype: The dtype to cast to.
+            copy: True for an array of its own. False for a view of mapped memory.
+
+        Raises:
+            ValueError: `copy` is False, and the elements must be read or cast.
+        """
         view = self.source.view(self)
-        same = dtype is None or dtype == self.dtype.numpy
-        if copy is False and (view is None or not same):
+        needs_cast = dtype is not None and dtype != self.dtype.numpy
+        if copy is False and (view is None or needs_cast):
             raise ValueError(
-                "this tensor cannot be an array without a copy; open with mmap=True, or leave copy=False away"
+                "this tensor cannot be an array without a copy; "
+                "open with mmap=True, or leave copy=False away"
             )
-        array = view if view is not None else self.read()
-        if not same:
+        if view is None:
+            array = self.read()
+        elif copy and not needs_cast:
+            array = view.copy()
+        else:
+            array = view
+        if needs_cast:
             return array.astype(dtype)
-        return array.copy() if copy and view is not None else array
+        return array
 
     def __dlpack__(
         self,
@@ -520,201 +716,287 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         dl_device: object = None,
         copy: object = None,
     ) -> object:
-        """What `torch.as_tensor` and `torch.tensor` call: the elements, read, in the memory of the CPU."""
+        """Read the elements into host memory for `torch.as_tensor` and other DLPack users."""
         if "torch" in sys.modules:
-            # It has dtypes that numpy lacks.
+            # torch has dtypes that numpy lacks, such as bfloat16.
             return self.torch().detach().__dlpack__()
         return self.read().__dlpack__()
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """The CPU, to which elements are read."""
+        """Return DLPack's numbers for the CPU."""
         return (1, 0)
 
     def torch(self) -> torch.Tensor:
-        """The elements as a torch tensor; imports torch, which is the one thing here that needs it."""
+        """Read the elements and return them as a torch tensor on the CPU.
+
+        This imports torch.
+
+        Raises:
+            HoldfastError: The elements cannot be read, or torch does not have the dtype.
+        """
         return cast("torch.Tensor", find_hook("tensor_from_lazy")(self))
 
     def __copy__(self) -> LazyTensor:
         return self
 
     def __deepcopy__(self, memo: object) -> LazyTensor:
-        """Itself: a description is never changed. Pickled, it travels with its source, which says how (`Source`)."""
+        """Return this tensor. It is never changed, so a copy is not needed."""
         return self
 
     def _repr_html_(self) -> str:
         from holdfast.core.notebook import render_card
         from holdfast.core.text import format_nbytes
 
-        files = list(dict.fromkeys(storage.key for storage in self.storages))
-        place = ", ".join(files[:3]) + (", …" if len(files) > 3 else "")
         facts = [
             ("dtype", self.dtype.name),
             ("shape", str(list(self.shape))),
             ("elements", f"{self.size:,}"),
-        ]
-        facts += [
             ("size", format_nbytes(self.nbytes)),
-            *([("blocks", self.traits.blocks)] if self.traits.blocks is not None else []),
         ]
-        facts.append(("no data", "meta device") if self.traits.meta else ("in", place))
+        if self.traits.blocks is not None:
+            facts.append(("blocks", self.traits.blocks))
+        if self.traits.meta:
+            facts.append(("no data", "meta device"))
+        else:
+            files = list(dict.fromkeys(storage.key for storage in self.storages))
+            file_list = ", ".join(files[:MAX_LISTED_FILES])
+            if len(files) > MAX_LISTED_FILES:
+                file_list += ", …"
+            facts.append(("in", file_list))
         return render_card(self.name, facts)
 
     def __repr__(self) -> str:
         return f"<LazyTensor {self.name!r} {self.dtype} {list(self.shape)}>"
 
 
-# Slices. A program that gathers rows takes ten thousand of them, and each is an offset that moved. So an index is a list of plain
-# tuples, and dimensions behind those that it names are not looked at.
+DROPPED = -1
+"""The length of a pick by an integer: it takes one index, and the dimension is dropped."""
 
-Pick = tuple[
-    int, int, int
-]  # What is taken of a dimension: the first coordinate, the step to the next, and how many.
-TAKEN = -1  # In the place of their number: one, and the dimension goes.
-NEW_AXIS: Pick = (
-    0,
-    0,
-    1,
-)  # A dimension of length 1 that the tensor does not have. No dimension that is there has a step of 0.
 
-Slice = tuple[tuple[int, ...], int, tuple[int, ...], list[Pick]]
-"""Its shape; where it begins and its strides, of a tensor in one piece; and what it takes of the dimensions."""
+class AxisPick(NamedTuple):
+    """The indices that a slice takes from one dimension: `start`, `start + step`, and so on."""
+
+    start: int
+    step: int
+    length: int
+    """How many indices are taken. `DROPPED` for one, whose dimension is dropped."""
+
+
+NEW_AXIS = AxisPick(0, 0, 1)
+"""A dimension of length 1 that the slice adds (`None` in an index). Compare with `is`."""
+
+
+class IndexedView(Value, frozen=True, eq=False):
+    """A slice of a strided array."""
+
+    shape: tuple[int, ...]
+    offset: int
+    """Where the first element of the slice lies, in the unit of the array's strides."""
+    strides: tuple[int, ...]
+    picks: list[AxisPick]
+    """What the slice takes of the first dimensions, and where it adds one. The dimensions behind
+    those are taken whole, and are not listed: most indices are short, and slicing must be fast."""
 
 
 def resolve_index(
     shape: tuple[int, ...], offset: int, strides: tuple[int, ...], index: object
-) -> Slice:
-    """Check an index against a shape, as numpy would, and follow it.
+) -> IndexedView:
+    """Apply an index to a strided array, as numpy's basic indexing does.
 
-    What is taken is said of the first dimensions, and of new ones. All others are whole.
+    Args:
+        shape: The shape of the array.
+        offset: Where its first element lies, in any unit.
+        strides: The distance from one element to the next, for each dimension, in the same unit.
+        index: An integer, a slice, `...`, `None`, or a tuple of these.
 
-    >>> resolve_index((4, 5), 0, (40, 8), (slice(1, 3), -1))
-    ((2,), 72, (40,), [(1, 1, 2), (4, 0, -1)])
-    >>> resolve_index((4, 5), 0, (40, 8), (..., None, slice(None, None, -2)))
-    ((4, 1, 3), 32, (40, 0, -16), [(0, 1, 4), (0, 0, 1), (4, -2, 3)])
+    Raises:
+        BadIndex: The index does not fit the shape, or needs advanced indexing: an array or a
+            boolean would gather single elements.
 
-    Advanced indexing (arrays, booleans) would gather single elements: it is refused with advice.
+    Examples:
+        >>> view = resolve_index((4, 5), 0, (40, 8), (slice(1, 3), -1))
+        >>> view.shape, view.offset, view.strides
+        ((2,), 72, (40,))
+        >>> view = resolve_index((4, 5), 0, (40, 8), (..., None, slice(None, None, -2)))
+        >>> view.shape, view.offset, view.strides
+        ((4, 1, 3), 32, (40, 0, -16))
     """
-    parts = index if type(index) is tuple else (index,)
-    if len(parts) > len(shape):
-        used = sum(1 for part in parts if part is not None and part is not Ellipsis)
-        if used > len(shape):
-            raise BadIndex(
-                f"too many indices: the tensor has {len(shape)} dimensions, but {used} were indexed"
-            )
-    picks: list[Pick] = []
-    left: tuple[int, ...] = ()
-    steps: tuple[int, ...] = ()
-    dim = 0
-    for part in parts:
-        if part is None:
+    items = index if type(index) is tuple else (index,)
+    if len(items) > len(shape):
+        _check_index_length(items, len(shape))
+
+    picks: list[AxisPick] = []
+    view_shape: tuple[int, ...] = ()
+    view_strides: tuple[int, ...] = ()
+    axis = 0
+    for item in items:
+        if item is None:
             picks.append(NEW_AXIS)
-            left, steps = (*left, 1), (*steps, 0)
-            continue
-        if part is Ellipsis:
-            if sum(1 for one in parts if one is Ellipsis) > 1:
-                raise BadIndex("an index can only have a single ellipsis ('...')")
-            after = (
-                dim
-                + len(shape)
-                - sum(1 for one in parts if one is not None and one is not Ellipsis)
-            )
-            picks += [(0, 1, length) for length in shape[dim:after]]
-            left, steps, dim = (*left, *shape[dim:after]), (*steps, *strides[dim:after]), after
-            continue
-        stride = strides[dim]
-        start, step, count = pick = _pick(part, shape[dim], dim)
-        offset += start * stride
-        if count != TAKEN:
-            left, steps = (*left, count), (*steps, step * stride)
-        picks.append(pick)
-        dim += 1
-    return (*left, *shape[dim:]), offset, (*steps, *strides[dim:]), picks
-
-
-def _pick(part: object, length: int, dim: int) -> Pick:
-    if type(part) is int and 0 <= part < length:
-        return part, 0, TAKEN
-    if isinstance(part, slice):
-        first, last = part.start, part.stop
-        if (
-            part.step is None
-            and type(first) is int
-            and type(last) is int
-            and 0 <= first < last <= length
-        ):
-            return first, 1, last - first
-        try:
-            start, stop, step = part.indices(length)
-        except (TypeError, ValueError) as error:
-            raise BadIndex(f"bad slice in dimension {dim}: {error}") from None
-        return start, step, len(range(start, stop, step))
-    # A bool is an int to Python and a mask to numpy; here it is neither.
-    if not isinstance(part, bool):
-        try:
-            at = operator.index(part)  # type: ignore[arg-type]  # anything with __index__; the TypeError is the check
-        except TypeError:
-            pass
+            view_shape = (*view_shape, 1)
+            view_strides = (*view_strides, 0)
+        elif item is Ellipsis:
+            stop = axis + _count_ellipsis_axes(items, len(shape))
+            for length in shape[axis:stop]:
+                picks.append(AxisPick(0, 1, length))
+            view_shape = (*view_shape, *shape[axis:stop])
+            view_strides = (*view_strides, *strides[axis:stop])
+            axis = stop
         else:
-            if not -length <= at < length:
-                raise BadIndex(
-                    f"index {at} is out of bounds for dimension {dim} with size {length}"
-                )
-            return at % length, 0, TAKEN
-    raise BadIndex(
-        f"a lazy tensor takes integers, slices, ... and None, not {type(part).__name__}; "
-        "read it first (tensor.numpy()) and index the array"
+            pick = _pick_indices(item, shape[axis], axis)
+            picks.append(pick)
+            offset += pick.start * strides[axis]
+            if pick.length != DROPPED:
+                view_shape = (*view_shape, pick.length)
+                view_strides = (*view_strides, pick.step * strides[axis])
+            axis += 1
+    return IndexedView(
+        (*view_shape, *shape[axis:]), offset, (*view_strides, *strides[axis:]), picks
     )
 
 
-def _bounds(picks: Sequence[Pick]) -> tuple[list[int], list[int]]:
-    """The lowest and the highest corner of what is picked."""
-    ends = [
-        (start, start + step * max(count - 1, 0))
-        for start, step, count in picks
-        if step or count == TAKEN
-    ]
-    return [min(pair) for pair in ends], [max(pair) + 1 for pair in ends]
+def _count_indexed_axes(items: Sequence[object]) -> int:
+    """Return how many dimensions the integers and slices of an index take."""
+    return sum(item is not None and item is not Ellipsis for item in items)
 
 
-def slice_chunks(picks: Sequence[Pick], chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
-    """The chunks of a slice, in its coordinates; chunks that the index misses are left out."""
-    found: list[Chunk] = []
+def _check_index_length(items: Sequence[object], rank: int) -> None:
+    """Raise BadIndex if an index has more integers and slices than a tensor has dimensions."""
+    indexed_count = _count_indexed_axes(items)
+    if indexed_count > rank:
+        raise BadIndex(
+            f"too many indices: the tensor has {rank} dimensions, but {indexed_count} were indexed"
+        )
+
+
+def _count_ellipsis_axes(items: Sequence[object], rank: int) -> int:
+    """Return how many dimensions the ellipsis of an index stands for."""
+    if sum(item is Ellipsis for item in items) > 1:
+        raise BadIndex("an index can only have a single ellipsis ('...')")
+    return rank - _count_indexed_axes(items)
+
+
+def _pick_indices(item: object, length: int, axis: int) -> AxisPick:
+    """Return what an integer or a slice takes of a dimension.
+
+    Args:
+        item: The integer or the slice.
+        length: The length of the dimension.
+        axis: The number of the dimension, for messages.
+
+    Raises:
+        BadIndex: The item is out of bounds, or neither an integer nor a slice.
+    """
+    # The two usual cases come first: a program that gathers rows takes thousands of slices.
+    if type(item) is int and 0 <= item < length:
+        return AxisPick(item, 0, DROPPED)
+    if isinstance(item, slice):
+        first, stop = item.start, item.stop
+        has_plain_bounds = item.step is None and type(first) is int and type(stop) is int
+        if has_plain_bounds and 0 <= first < stop <= length:
+            return AxisPick(first, 1, stop - first)
+        try:
+            start, stop, step = item.indices(length)
+        except (TypeError, ValueError) as error:
+            raise BadIndex(f"bad slice in dimension {axis}: {error}") from None
+        return AxisPick(start, step, len(range(start, stop, step)))
+
+    try:
+        index = operator.index(item)  # type: ignore[arg-type]  # the TypeError is the check
+    except TypeError:
+        index = None
+    # For Python a boolean is an integer. For numpy it is a mask.
+    if index is None or isinstance(item, bool):
+        raise BadIndex(
+            f"a lazy tensor takes integers, slices, ... and None, not {type(item).__name__}; "
+            "read it first (tensor.numpy()) and index the array"
+        )
+    if not -length <= index < length:
+        raise BadIndex(f"index {index} is out of bounds for dimension {axis} with size {length}")
+    return AxisPick(index % length, 0, DROPPED)
+
+
+def _find_bounds(picks: Sequence[AxisPick]) -> tuple[list[int], list[int]]:
+    """Return the box that contains everything that is picked: its lowest and its end corner.
+
+    Dimensions that the slice adds are left out, since the tensor does not have them.
+    """
+    starts: list[int] = []
+    stops: list[int] = []
+    for pick in picks:
+        if pick is not NEW_AXIS:
+            last = pick.start + pick.step * max(pick.length - 1, 0)
+            starts.append(min(pick.start, last))
+            stops.append(max(pick.start, last) + 1)
+    return starts, stops
+
+
+def slice_chunks(picks: Sequence[AxisPick], chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
+    """Slice the chunks of a tensor.
+
+    Args:
+        picks: What the slice takes of each dimension (`IndexedView.picks`).
+        chunks: The chunks of the tensor.
+
+    Returns:
+        The chunks of the slice, with boxes in its coordinates. Chunks that have no element of the
+        slice are left out.
+    """
+    sliced_chunks: list[Chunk] = []
     for chunk in chunks:
-        box, dim, offset = chunk.box, 0, chunk.offset
-        starts: list[int] = []
-        stops: list[int] = []
-        strides: list[int] = []
-        for pick in picks:
-            start, step, count = pick
-            if pick is NEW_AXIS:
-                starts, stops, strides = [*starts, 0], [*stops, 1], [*strides, 0]
-                continue
-            low, high, stride = box.start[dim], box.stop[dim], chunk.strides[dim]
-            dim += 1
-            if count == TAKEN:
-                if not low <= start < high:
-                    break
-                offset += (start - low) * stride
-                continue
-            first, last = _overlap(pick, low, high)
-            if first >= last:
-                break
-            offset += (start + first * step - low) * stride
-            starts, stops, strides = [*starts, first], [*stops, last], [*strides, stride * step]
-        else:
-            left = Box((*starts, *box.start[dim:]), (*stops, *box.stop[dim:]))
-            if left.count:
-                found.append(Chunk(left, chunk.storage, offset, (*strides, *chunk.strides[dim:])))
-    return tuple(found)
+        sliced_chunk = _slice_chunk(picks, chunk)
+        if sliced_chunk is not None:
+            sliced_chunks.append(sliced_chunk)
+    return tuple(sliced_chunks)
 
 
-def _overlap(pick: Pick, low: int, high: int) -> tuple[int, int]:
-    """The positions i of a pick whose coordinate `start + i·step` lies in [low, high), as a half-open range."""
-    start, step, count = pick
-    if step > 0:
-        first = -((start - low) // step)
-        last = -((start - high) // step)
+def _slice_chunk(picks: Sequence[AxisPick], chunk: Chunk) -> Chunk | None:
+    """Return the elements of a chunk that a slice takes, or None if it takes none of them."""
+    offset = chunk.offset
+    starts: list[int] = []
+    stops: list[int] = []
+    strides: list[int] = []
+    axis = 0
+    for pick in picks:
+        if pick is NEW_AXIS:
+            starts.append(0)
+            stops.append(1)
+            strides.append(0)
+            continue
+
+        chunk_start = chunk.box.start[axis]
+        chunk_stop = chunk.box.stop[axis]
+        stride = chunk.strides[axis]
+        axis += 1
+        if pick.length == DROPPED:
+            if not chunk_start <= pick.start < chunk_stop:
+                return None
+            offset += (pick.start - chunk_start) * stride
+            continue
+
+        first, stop = _find_picks_between(pick, chunk_start, chunk_stop)
+        if first >= stop:
+            return None
+        offset += (pick.start + first * pick.step - chunk_start) * stride
+        starts.append(first)
+        stops.append(stop)
+        strides.append(stride * pick.step)
+
+    box = Box((*starts, *chunk.box.start[axis:]), (*stops, *chunk.box.stop[axis:]))
+    if not box.count:
+        return None
+    return Chunk(box, chunk.storage, offset, (*strides, *chunk.strides[axis:]))
+
+
+def _find_picks_between(pick: AxisPick, low: int, high: int) -> tuple[int, int]:
+    """Return which picks of a dimension have an index from `low` to before `high`.
+
+    Returns:
+        The number of the first such pick, and that of the first one behind them.
+    """
+    if pick.step > 0:
+        first = -((pick.start - low) // pick.step)
+        stop = -((pick.start - high) // pick.step)
     else:
-        first = -((high - 1 - start) // -step)
-        last = (start - low) // -step + 1
-    return max(first, 0), min(last, count)
+        first = -((high - 1 - pick.start) // -pick.step)
+        stop = (pick.start - low) // -pick.step + 1
+    return max(first, 0), min(stop, pick.length)

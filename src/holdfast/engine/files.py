@@ -215,12 +215,8 @@ class FileRow(Value, frozen=True, eq=False):
         if not kind.is_contiguous:
             return None
         start = own.start_of(number) + self.offset // 8
-        return (
-            own.files[own.file_of(number)].key,
-            start,
-            kind.nbytes,
-            own.crcs.item(number) if kind.is_whole else NO_CRC,
-        )
+        crc32 = own.crcs.item(number) if kind.is_whole else NO_CRC
+        return FileRange(own.files[own.file_of(number)].key, start, kind.nbytes, crc32)
 
 
 class FileStorages(FileColumns):
