@@ -128,7 +128,7 @@ def test_every_option(run, source, tmp_path):
         (["a.pt", "no/b.pt"], "no such file"),
         (["a.pt", "b.pt", "--dtype", "int8"], "cannot cast"),
         (["a.pt", "b.pt", "--max-memory", "1KB"], "--max-memory is too small"),
-        (["a.pt", "b.pt", "--max-memory", "much"], "no number of bytes"),
+        (["a.pt", "b.pt", "--max-memory", "much"], "not a number of bytes"),
         (["a.pt", "b.pt", "--rename", "x"], "OLD=NEW"),
         (["a.pt", "b.pt", "--threads", "0"], "not a positive integer"),
         (["a.pt"], "DST"),

@@ -170,12 +170,12 @@ check_size = parse_nbytes
 
 def check_count(value: object, name: str) -> int:
     """Return a whole number from 1 on, such as a number of threads."""
-    return parse_count(value, name, most=MAX_COUNT)
+    return parse_count(value, name, maximum=MAX_COUNT)
 
 
 def check_bin_count(value: object, name: str) -> int:
     """Return the number of bins of a histogram. 0 stands for no histogram."""
-    return parse_count(value, name, least=0, most=MAX_COUNT)
+    return parse_count(value, name, minimum=0, maximum=MAX_COUNT)
 
 
 def check_limits(value: object, name: str) -> Limits:
@@ -260,7 +260,7 @@ def check_counts(value: object, name: str) -> dict[str, int]:
 
 def check_step(value: object, name: str) -> int:
     """Return the number of a training step."""
-    return parse_count(value, name, least=0, most=MAX_STEP)
+    return parse_count(value, name, minimum=0, maximum=MAX_STEP)
 
 
 def check_metrics(value: object, name: str) -> dict[str, float]:

@@ -76,7 +76,7 @@ class Limits(Value, frozen=True):
             if field.endswith("_nbytes") and isinstance(value, str):
                 count = parse_nbytes(value, option)
             else:
-                count = parse_count(value, option, least=0)
+                count = parse_count(value, option, minimum=0)
             # The class is frozen, so that a limit cannot be raised by accident.
             force_setattr(self, field, count)
 

@@ -34,7 +34,7 @@ LOOKS = 20
 
 def read_step(value: object, name: str = "step=") -> int:
     """Check the number of a step."""
-    return parse_count(value, name, least=0, most=LARGEST)
+    return parse_count(value, name, minimum=0, maximum=LARGEST)
 
 
 class RunView:
