@@ -1,4 +1,4 @@
-"""What belongs to the process: its threads, its garbage collector, its locks over a fork, its memory by address."""
+"""What belongs to the whole process: threads, the garbage collector, locks in forks, raw memory."""
 
 from __future__ import annotations
 
@@ -23,72 +23,86 @@ if TYPE_CHECKING:
 def start_thread(
     run: Callable[[], None], *, name: str, daemon: bool | None = None
 ) -> threading.Thread | None:
-    """Call something on a thread of its own. None, and nothing done, where no thread can be started."""
+    """Call a function on a new thread.
+
+    Returns:
+        The thread, or None if no thread can be started. Then the function is not called.
+    """
     thread = threading.Thread(target=run, name=name, daemon=daemon)
     try:
         thread.start()
     except RuntimeError:
-        # The limit of the system or the user (ulimit -u), or the program ends.
+        # The system or the user has too many threads (`ulimit -u`), or the program is ending.
         return None
     return thread
 
 
 def cut_traceback(error: HoldfastError) -> None:
-    """Forget the frames inside of Holdfast, so that the error shows the frames of the caller alone.
+    """Remove the frames inside of Holdfast from an error, so that users see only their own code.
 
-    A cause that is no error of Holdfast keeps its frames: it may be a bug.
+    The cause of the error is treated in the same way if it is an error of Holdfast. Any other cause
+    keeps its frames, because it may be a bug.
     """
     error.__traceback__ = None
     if isinstance(error.__cause__, HoldfastError):
         error.__cause__.__traceback__ = None
 
 
-class gc_paused:  # noqa: N801  # a block, said as one; a generator would take as long as a small archive has for it all
-    """No cyclic garbage collection meanwhile. A description of 100,000 tensors is a million objects, none of them garbage; the
-    collector would walk all of them again and again, for up to half of the time."""
+# Not a generator with `contextmanager`: entering one takes as long as opening a small archive.
+class gc_paused:  # noqa: N801  # used like a function
+    """Turn off the cyclic garbage collector inside of a `with` block.
 
-    __slots__ = ("_resting",)
+    Opening 100,000 tensors makes a million objects, and none of them is garbage. The collector
+    would visit all of them again and again, which takes up to half of the time.
+    """
+
+    __slots__ = ("_was_enabled",)
 
     def __enter__(self) -> None:
-        self._resting = gc.isenabled()
+        self._was_enabled = gc.isenabled()
         gc.disable()
 
-    def __exit__(self, *raised: object) -> None:
-        if self._resting:
+    def __exit__(self, *exception: object) -> None:
+        if self._was_enabled:
             gc.enable()
 
 
-C = TypeVar("C", bound=Callable[..., object])
+MethodT = TypeVar("MethodT", bound=Callable[..., object])
 
 
-def bind_weakly(method: C) -> C:
-    """Bind a method to a weak reference of its object. An object that keeps methods of its own is a cycle: it stays until the
-    collector comes, which a training loop may have turned off. With methods that are kept `bind_weakly` it
-    goes with its last user, who
-    must hold it for as long as they are called."""
+def bind_weakly(method: MethodT) -> MethodT:
+    """Return a method that holds only a weak reference to its object.
+
+    An object that stores its own methods is a reference cycle. Only the garbage collector frees it,
+    and a training loop may have turned that off. If the methods are bound weakly, the object is
+    freed with the last reference to it. Whoever calls the methods must hold such a reference.
+    """
     if not isinstance(method, MethodType):
         return method
-    return MethodType(method.__func__, proxy(method.__self__))  # type: ignore[return-value]  # called like the one that was given
+    weak_object = proxy(method.__self__)
+    return MethodType(method.__func__, weak_object)  # type: ignore[return-value]  # same signature
 
 
 class PortableMethod:
-    """A method that is kept `bind_weakly` by an object that may travel to another process, where it is the
-    method of what arrived."""
+    """A method with a weak reference to its object, which can be pickled together with the object.
+
+    After unpickling, it is the method of the unpickled object.
+    """
 
     __slots__ = ("_name", "_owner")
 
     def __init__(self, method: Callable[..., object]) -> None:
-        self._owner = ref(method.__self__)  # type: ignore[attr-defined]  # a method has one
+        self._owner = ref(method.__self__)  # type: ignore[attr-defined]  # a bound method
         self._name = method.__name__
 
-    def __call__(self, *args: object) -> Any:  # noqa: ANN401  # whatever the method gives
+    def __call__(self, *args: object) -> Any:  # noqa: ANN401  # the result of the method
         return getattr(self._owner(), self._name)(*args)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _arrived, (self._owner(), self._name)
+        return _restore_method, (self._owner(), self._name)
 
 
-def _arrived(owner: object, name: str) -> PortableMethod:
+def _restore_method(owner: object, name: str) -> PortableMethod:
     return PortableMethod(getattr(owner, name))
 
 
@@ -96,88 +110,112 @@ class _Lock(Protocol):
     def _at_fork_reinit(self) -> None: ...
 
 
-L = TypeVar("L")
+LockT = TypeVar("LockT")
 
-_locks: set[ref[_Lock]] = (
-    set()
-)  # Each goes with its lock. Adding and discarding are one step each: no lock is needed.
+_locks: set[ref[_Lock]] = set()
+"""The locks to release in forked children. Adding and discarding are atomic, and need no lock."""
 
 
-def make_fork_safe(lock: L) -> L:
-    """Make a `Lock` or `RLock` free in every forked child, and return it. `fork` copies memory but only the calling thread. A lock
-    that another thread held in that moment would stay taken in the child for ever. So every lock that outlives a call is made with
-    `make_fork_safe`."""
-    # The method has no annotation in Python's own; its logging and queues use it so.
+def make_fork_safe(lock: LockT) -> LockT:
+    """Release a `Lock` or `RLock` in every forked child, and return it.
+
+    `fork` copies the memory of a process, but of its threads only the one that calls it. A lock
+    that another thread holds at that moment would stay locked in the child for ever. So every lock
+    that outlives a call must be registered here.
+
+    >>> with make_fork_safe(threading.Lock()):
+    ...     pass
+    """
+    # The type of a lock does not declare `_at_fork_reinit`. Python's logging and queues use it for
+    # the same purpose.
     _locks.add(ref(lock, _locks.discard))  # type: ignore[arg-type]
     return lock
 
 
-def _in_child() -> None:
-    for lock in [one() for one in list(_locks)]:
+def _release_locks() -> None:
+    for lock_ref in list(_locks):
+        lock = lock_ref()
         if lock is not None:
             lock._at_fork_reinit()
 
 
-Call = Callable[[], None]
-NOTHING: Call = lambda: None  # noqa: E731  # a default
+def _do_nothing() -> None: ...
 
 
 def at_fork(
-    *, before: Call = NOTHING, after_in_parent: Call = NOTHING, after_in_child: Call = NOTHING
+    *,
+    before: Callable[[], None] = _do_nothing,
+    after_in_parent: Callable[[], None] = _do_nothing,
+    after_in_child: Callable[[], None] = _do_nothing,
 ) -> None:
-    """Call these whenever this process forks. Windows has no fork, and nothing to call."""
+    """Register functions to call whenever this process forks. On Windows, which has no fork, do
+    nothing.
+    """
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(
             before=before, after_in_parent=after_in_parent, after_in_child=after_in_child
         )
 
 
-at_fork(after_in_child=_in_child)
-_ends: list[Callable[[], None]] = []
+at_fork(after_in_child=_release_locks)
+
+_exit_functions: list[Callable[[], None]] = []
 
 
-def at_exit(end: Callable[[], None]) -> Callable[[], None]:
-    """Call this when the program ends, after every handler of `atexit` that was registered since Holdfast was imported. Such a
-    handler may read or save; what is ended here is what that needs."""
-    _ends.append(end)
-    return end
+def at_exit(function: Callable[[], None]) -> Callable[[], None]:
+    """Register a function to call when the program ends, and return it.
+
+    It is called after all handlers of `atexit` that were registered since Holdfast was imported.
+    These may still read or save checkpoints, which needs what the function shuts down.
+    """
+    _exit_functions.append(function)
+    return function
 
 
 @atexit.register
-def _at_exit() -> None:
-    for end in reversed(_ends):
-        end()
+def _call_exit_functions() -> None:
+    for function in reversed(_exit_functions):
+        function()
 
 
 def copy_compactly(texts: Sequence[str]) -> list[str]:
-    """Copies of texts that lie together in memory.
+    """Copy texts so that the copies lie together in memory.
 
-    Texts that a parser made hold the memory of what it made between them, half a kilobyte for each name. With the copies it is
-    freed.
+    A parser makes names and other objects in turns. If only the names are kept, they keep the
+    allocator's blocks between them in use, half a kilobyte for each name.
+
     >>> copy_compactly(["a", "b.c"])
     ['a', 'b.c']
     """
     copies = "\0".join(texts).split("\0")
-    return copies if len(copies) == len(texts) else [*texts]
+    # A hostile name may contain the separator.
+    if len(copies) != len(texts):
+        return [*texts]
+    return copies
 
 
-# Everything that has an address, as one row. Nothing is touched but what somebody cuts out of it. A row for each view would make
-# ctypes make a class for each length, which takes longer than to read a short range.
-_ALL = memoryview((ctypes.c_ubyte * sys.maxsize).from_address(0)).cast("B")
+# The whole address space as one buffer, of which only slices are accessed. A buffer for each view
+# would make ctypes create a class for each length, which takes longer than reading a short range.
+_ADDRESS_SPACE = memoryview((ctypes.c_ubyte * sys.maxsize).from_address(0)).cast("B")
 
 
 def address_of(array: np.ndarray) -> int:
-    """Return where the first element of an array lies in memory."""
-    # ctypes tells it in a quarter of the time, but raises audit events, which reading must not do.
+    """Return the memory address of the first element of an array."""
+    # `array.ctypes` takes a quarter of the time, but raises audit events, which reading must not
+    # do.
     address: int = array.__array_interface__["data"][0]
     return address
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
-    """A writable view of memory that somebody else owns, and keeps alive for as long as the view is used."""
-    return _ALL[address : address + nbytes]
+    """Return a writable view of memory. The caller keeps its owner alive while it uses the view."""
+    return _ADDRESS_SPACE[address : address + nbytes]
 
 
 def memories_at(addresses: Sequence[int], nbytes: Sequence[int]) -> list[memoryview]:
-    """Writable views of memory at many addresses, as `memory_at`: each in a quarter of the time."""
-    return list(map(_ALL.__getitem__, map(slice, addresses, map(add, addresses, nbytes))))
+    """Return writable views of memory at many addresses, as `memory_at` does for one.
+
+    This takes a quarter of the time of one call for each address.
+    """
+    slices = map(slice, addresses, map(add, addresses, nbytes))
+    return list(map(_ADDRESS_SPACE.__getitem__, slices))

@@ -1,8 +1,11 @@
-"""`SignalOverride`: a handler of signals that is put over another one, and leaves what it found.
+"""`SignalOverride`: a signal handler that cooperates with other handlers of the program.
 
-1. Only the main thread gives it back, as Python asks for. Until then it is transparent: a signal goes to what was there before.
-2. A handler that somebody has put over it stays, and ours beneath is transparent, also where somebody puts ours back later.
-3. In a fork it is given back at once. A signal that comes during the fork waits until then: Python would forget it.
+1. It can be removed on the main thread only, because Python allows that nowhere else. As long as it
+   is not wanted but installed, it is transparent: it passes a signal to the previous handler.
+2. If another handler was installed over it, that one stays. The override below is transparent, also
+   if the other handler later restores it.
+3. A forked child removes it at once. A signal that arrives during a fork would be forgotten by
+   Python, so it is blocked until the handler is removed.
 """
 
 from __future__ import annotations
@@ -18,94 +21,125 @@ from weakref import WeakSet
 
 from holdfast.core.runtime import at_fork
 
-Before = Callable[[int, FrameType | None], object] | int
+PreviousHandler = Callable[[int, FrameType | None], object] | int
 
 
 class SignalOverride:
-    """A handler for as long as it is `wanted`. It calls `catch`, which may `pass_on` the signal."""
+    """A handler that takes the place of others for as long as it is wanted.
+
+    Args:
+        catch: Called with a signal and a frame if the handler is wanted. It may call `pass_on`.
+        wanted: Returns whether the handler is still wanted.
+    """
 
     def __init__(
         self, catch: Callable[[int, FrameType | None], None], *, wanted: Callable[[], bool]
     ) -> None:
         self._catch = catch
         self._wanted = wanted
-        self._before: dict[int, Before] = {}
-        self._process = os.getpid()
+        self._previous_handlers: dict[int, PreviousHandler] = {}
+        self._process_id = os.getpid()
 
     @property
-    def wanted(self) -> bool:
-        return self._process == os.getpid() and self._wanted()
+    def is_wanted(self) -> bool:
+        """Whether the handler is wanted. In a forked child it never is."""
+        return self._process_id == os.getpid() and self._wanted()
 
-    def install(self, number: int) -> None:
-        """Put it in place, on the main thread. What is there has to be Python's: nothing else could be given back."""
-        before = signal.getsignal(number)
-        assert before is not None, "the caller has looked"
-        self._process = os.getpid()
-        if before is not self:
-            self._before[number] = before
-            signal.signal(number, self)
+    def install(self, signal_number: int) -> None:
+        """Install the handler for a signal. Must be called on the main thread.
+
+        The current handler must be one that Python installed: no other could be restored.
+        """
+        current_handler = signal.getsignal(signal_number)
+        assert current_handler is not None, "the caller checks that Python installed the handler"
+        self._process_id = os.getpid()
+        if current_handler is not self:
+            self._previous_handlers[signal_number] = current_handler
+            signal.signal(signal_number, self)
             _overrides.add(self)
 
     def restore(self) -> None:
-        """Restore what was there, where that is due, possible, and nobody has put theirs over ours."""
-        if self.wanted or threading.current_thread() is not threading.main_thread():
+        """Restore the previous handlers.
+
+        Do nothing if the handler is still wanted, on other threads than the main one, and for
+        signals for which another handler was installed over this one.
+        """
+        if self.is_wanted or threading.current_thread() is not threading.main_thread():
             return
-        for number in self._before:
-            before = self._found(number)
-            if signal.getsignal(number) is self:
-                with suppress(ValueError):  # an interpreter that is not the main one has no signals
-                    signal.signal(number, before)
+        for signal_number in self._previous_handlers:
+            previous_handler = self._find_previous_handler(signal_number)
+            if signal.getsignal(signal_number) is self:
+                # A subinterpreter cannot install handlers.
+                with suppress(ValueError):
+                    signal.signal(signal_number, previous_handler)
 
-    def pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Hand the signal to what was there before. A default is for whoever is on top, and is left to them if that is not ours."""
-        before = self._found(number)
-        if signal.getsignal(number) is self:
-            signal.signal(number, before)
-            signal.raise_signal(number)
-        elif callable(before):
-            before(number, frame)
+    def pass_on(self, signal_number: int, frame: FrameType | None) -> None:
+        """Pass a signal to the previous handler.
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.wanted:
-            self._catch(number, frame)
+        If another handler was installed over this one, it called this one, and decides about the
+        default action of the system itself.
+        """
+        previous_handler = self._find_previous_handler(signal_number)
+        if signal.getsignal(signal_number) is self:
+            signal.signal(signal_number, previous_handler)
+            signal.raise_signal(signal_number)
+        elif callable(previous_handler):
+            previous_handler(signal_number, frame)
+
+    def __call__(self, signal_number: int, frame: FrameType | None) -> None:
+        if self.is_wanted:
+            self._catch(signal_number, frame)
         else:
-            self.pass_on(number, frame)
+            self.pass_on(signal_number, frame)
 
-    def _found(self, number: int) -> Before:
-        """What was there before, without those of ours that are over."""
-        before = self._before[number]
-        while isinstance(before, SignalOverride) and not before.wanted:
-            before = before._before[number]
-        return before
+    def _find_previous_handler(self, signal_number: int) -> PreviousHandler:
+        """Return the previous handler, and skip overrides that are no longer wanted."""
+        handler = self._previous_handlers[signal_number]
+        while isinstance(handler, SignalOverride) and not handler.is_wanted:
+            handler = handler._previous_handlers[signal_number]
+        return handler
+
+    def find_installed_signals(self) -> set[int]:
+        """Return the signals of which this is the current handler."""
+        return {
+            signal_number
+            for signal_number in self._previous_handlers
+            if signal.getsignal(signal_number) is self
+        }
 
 
 _overrides: WeakSet[SignalOverride] = WeakSet()
-_forking = threading.local()
+"""All overrides that were ever installed."""
+
+_fork_state = threading.local()
+"""Has `blocked_before`: the signals that the forking thread blocked before the fork, or None."""
 
 
-def _before_fork() -> None:
-    _forking.mask = None
+def _block_signals_before_fork() -> None:
+    _fork_state.blocked_before = None
     if sys.platform != "win32":
-        ours = {
-            number
-            for override in list(_overrides)
-            for number in override._before
-            if signal.getsignal(number) is override
-        }
-        if ours:
-            _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
+        installed_signals: set[int] = set()
+        for override in list(_overrides):
+            installed_signals |= override.find_installed_signals()
+        if installed_signals:
+            _fork_state.blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, installed_signals)
 
 
-def _after_fork() -> None:
-    mask, _forking.mask = _forking.mask, None
-    if sys.platform != "win32" and mask is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+def _unblock_signals_after_fork() -> None:
+    blocked_before = _fork_state.blocked_before
+    _fork_state.blocked_before = None
+    if sys.platform != "win32" and blocked_before is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
 
-def _in_child() -> None:
+def _remove_overrides_in_child() -> None:
     for override in list(_overrides):
         override.restore()
-    _after_fork()
+    _unblock_signals_after_fork()
 
 
-at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
+at_fork(
+    before=_block_signals_before_fork,
+    after_in_parent=_unblock_signals_after_fork,
+    after_in_child=_remove_overrides_in_child,
+)
