@@ -175,8 +175,8 @@ def count_slices(scattered: bool):
         with holdfast.open(path) as checkpoint:
             tensor = checkpoint["w"]
             wanted = [tensor[place] for place in places(*tensor.shape, scattered)]
-            reads, read_nbytes, wanted_nbytes = estimate_read_cost([Request(t, t.empty()) for t in wanted])
-        return {"reads": reads, "read_nbytes": read_nbytes, "wanted_nbytes": wanted_nbytes}
+            cost = estimate_read_cost([Request(t, t.empty()) for t in wanted])
+        return {"reads": cost.read_count, "read_nbytes": cost.read_nbytes, "wanted_nbytes": cost.wanted_nbytes}
 
     return job
 

@@ -22,8 +22,8 @@ def byte_runs(chunk, dtype):
     if chunk.box.count == 0:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     ranges = find_strided_ranges(chunk, dtype)
-    bits = np.sort(ranges.starts(chunk))
-    starts, stops = bits // 8, (bits + ranges.extent + 7) // 8
+    bits = np.sort(ranges.find_first_bits())
+    starts, stops = bits // 8, (bits + ranges.bit_count + 7) // 8
     heads = coalesce(starts, stops, TOUCHING)
     return starts[heads], np.maximum.reduceat(stops, heads)
 

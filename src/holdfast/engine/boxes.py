@@ -1,26 +1,29 @@
-"""Reads boxes of tensors of any strides, byte order and packing into arrays: made of ranges (engine/ranges.py).
+"""Reads boxes of tensors into arrays, whatever their strides, byte order and packing.
 
-1. Each chunk of each tensor is cut into pieces of at most one block of file, so that scratch memory stays bounded. A piece is again
-   a chunk, with the part of the target that it fills.
-2. Each piece is strided ranges: for every point of its outer dimensions one contiguous range of bytes. Ranges are numbers in
-   arrays and not objects, because a column of a tall matrix has millions. Negative strides are folded into the offset. Dimensions
-   that leave no gap, or gaps that are cheaper to read than to skip, collapse to one range; the others are enumerated.
-3. The destination of a range is its place in the target, if its elements lie in the file just as they lie there. All other ranges
-   of a piece go next to each other into scratch memory, and from there to the target, with their strides, their byte order and
-   their packing.
+A box is read as contiguous ranges (engine/ranges.py), in three steps:
+
+1. Each chunk of a tensor is cut into pieces of at most one block, so that scratch memory stays
+   small. A piece is again a chunk, with the part of the destination that it fills.
+2. The bytes of a piece are strided ranges of its file. Axes whose elements follow each other, or
+   have gaps that are cheaper to read than to skip, become part of each range. Every point of the
+   other axes, the outer ones, has a range of its own. A column of a tall matrix has millions of
+   ranges, so they are arrays and not objects.
+3. If the elements of a range lie in the file as they lie in the destination, the range is read
+   straight there. The other ranges of a piece are read into scratch memory, one behind the other.
+   From there, the elements are copied with their strides, byte order and packing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from holdfast.core.arrays import Ints
-from holdfast.core.chunk import Chunk, c_strides, is_c_ordered
+from holdfast.core.chunk import Chunk, c_strides
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request, Store
 from holdfast.core.runtime import address_of, memory_at
@@ -33,101 +36,144 @@ from holdfast.engine.threads import INLINE_NBYTES, run_all
 from holdfast.errors import Corrupted
 
 MAX_RANGES = 1 << 18
-"""Ranges that are read together: a few arrays of 2 MiB."""
+"""The most ranges that are read together. Each column of them takes 2 MiB."""
 
 
-class StridedRanges(Value, frozen=True, gc=False):
-    """The byte ranges of a chunk: one for each point of its outer dimensions."""
+class StridedRanges(Value, frozen=True):
+    """The byte ranges of a chunk that is not empty: one range for each point of its outer axes.
 
-    base: int
-    """Lowest bit that is touched, relative to the storage."""
-    extent: int
-    """Bits from the first to the last one of a range."""
-    outer: tuple[int, ...]
-    """Dimensions that are enumerated, the largest stride first."""
+    All ranges have the same size. Positions are in bits, since packed elements share bytes.
+    """
 
-    def count(self, chunk: Chunk) -> int:
-        return math.prod(chunk.shape[d] for d in self.outer)
+    chunk: Chunk
+    first_bit: int
+    """The first bit of the range at index 0 of all outer axes, relative to the storage."""
+    bit_count: int
+    """The number of bits in a range."""
+    outer_axes: tuple[int, ...]
+    """The axes that are not part of each range, the largest stride first."""
 
-    def starts(self, chunk: Chunk) -> Ints:
-        """The first bit of each range, in C order of the outer dimensions' coordinates."""
-        starts = np.zeros(1, np.int64)
-        for d in self.outer:
-            n, s = chunk.shape[d], chunk.strides[d]
-            steps = np.arange(n, dtype=np.int64) * s
-            if s < 0:
-                steps -= (n - 1) * s
-            starts = (starts[:, None] + steps[None, :]).reshape(-1)
-        return starts + self.base
+    @property
+    def count(self) -> int:
+        """The number of ranges."""
+        return math.prod(self.chunk.shape[axis] for axis in self.outer_axes)
+
+    @property
+    def inner_axes(self) -> list[int]:
+        """The axes with several elements that are part of each range."""
+        shape = self.chunk.shape
+        return [
+            axis for axis in range(len(shape)) if axis not in self.outer_axes and shape[axis] > 1
+        ]
+
+    def find_first_bits(self) -> Ints:
+        """Return the first bit of each range, in C order of the outer axes."""
+        shape = [self.chunk.shape[axis] for axis in self.outer_axes]
+        strides = [self.chunk.strides[axis] for axis in self.outer_axes]
+        return _list_grid_offsets(self.first_bit, shape, strides)
 
 
-def find_strided_ranges(chunk: Chunk, dtype: DType, tolerance: int = 0) -> StridedRanges:
-    """Collapse the dimensions that leave gaps of at most `tolerance` bytes. The chunk must not be empty."""
-    base, extent = chunk.offset, dtype.bits
-    order = sorted(range(chunk.box.rank), key=lambda d: abs(chunk.strides[d]))
-    outer: list[int] = []
-    for d in order:
-        n, s = chunk.shape[d], chunk.strides[d]
-        if s < 0:
-            base += (n - 1) * s
-        if n == 1:
+def _list_grid_offsets(origin: int, shape: Sequence[int], strides: Sequence[int]) -> Ints:
+    """Return the offsets of all points of a grid in C order.
+
+    >>> _list_grid_offsets(100, (2, 3), (10, 1)).tolist()
+    [100, 101, 102, 110, 111, 112]
+    """
+    offsets = np.full(1, origin, np.int64)
+    for length, stride in zip(shape, strides, strict=True):
+        steps = np.arange(length, dtype=np.int64) * stride
+        offsets = (offsets[:, None] + steps).reshape(-1)
+    return offsets
+
+
+def find_strided_ranges(chunk: Chunk, dtype: DType, max_gap: int = 0) -> StridedRanges:
+    """Find the byte ranges of a chunk that is not empty.
+
+    Args:
+        chunk: The chunk.
+        dtype: The dtype of its elements.
+        max_gap: The most bytes between two elements that are read through. If the gaps along an
+            axis are larger, it becomes an outer axis.
+    """
+    first_bit = chunk.offset
+    bit_count = dtype.bits
+    outer_axes: list[int] = []
+    for axis in sorted(range(chunk.box.rank), key=lambda axis: abs(chunk.strides[axis])):
+        length = chunk.shape[axis]
+        stride = chunk.strides[axis]
+        if length == 1:
             continue
-        if abs(s) <= extent + tolerance * 8:
-            extent += (n - 1) * abs(s)
-        else:
-            outer.append(d)
-    return StridedRanges(base, extent, tuple(reversed(outer)))
+        if abs(stride) > bit_count + max_gap * 8:
+            outer_axes.append(axis)
+            continue
+        bit_count += (length - 1) * abs(stride)
+        if stride < 0:
+            # The last element along this axis is the first one in the file.
+            first_bit += (length - 1) * stride
+    return StridedRanges(chunk, first_bit, bit_count, tuple(reversed(outer_axes)))
 
 
 class BoxPiece(Value, frozen=True):
-    """A piece of a chunk and the part of the target that it fills (same shape)."""
+    """A piece of a chunk, and the part of the destination that it fills."""
 
-    chunk: Chunk
-    dtype: DType
-    target: np.ndarray
     ranges: StridedRanges
+    """The ranges of the piece in its file."""
+    dtype: DType
+    destination: np.ndarray
+    """An array of the same shape as the piece."""
     is_direct: bool
-    """Whether its ranges can be read straight into the target: same order of elements, same byte order, no packing."""
-    tensor: str
+    """Whether the ranges can be read straight into the destination, without scratch memory."""
+    tensor_name: str
 
     @property
     def range_nbytes(self) -> int:
-        """The length of each of its ranges. All of them begin at the same bit of a byte."""
-        return (self.ranges.base % 8 + self.ranges.extent + 7) // 8
+        """The size of each range. Packed elements may begin and end inside of a byte."""
+        return (self.ranges.first_bit % 8 + self.ranges.bit_count + 7) // 8
 
     @property
     def scratch_nbytes(self) -> int:
-        return 0 if self.is_direct else self.ranges.count(self.chunk) * self.range_nbytes
+        """The scratch memory that the piece needs."""
+        if self.is_direct:
+            return 0
+        return self.ranges.count * self.range_nbytes
 
-    def starts(self) -> Ints:
-        """The first byte of each range in its file."""
-        return self.chunk.storage.start + self.ranges.starts(self.chunk) // 8
+    def find_starts(self) -> Ints:
+        """Return the first byte of each range in its file."""
+        return self.ranges.chunk.storage.start + self.ranges.find_first_bits() // 8
 
-    def addresses(self, scratch: np.ndarray | None) -> Ints:
-        """The destination of each range: in the target, or one behind the other in scratch memory."""
+    def find_addresses(self, scratch: np.ndarray | None) -> Ints:
+        """Return the address that each range is read to.
+
+        Args:
+            scratch: Scratch memory for all ranges. None if they are read to the destination.
+        """
         if scratch is not None:
-            count = self.ranges.count(self.chunk)
-            return address_of(scratch) + np.arange(count, dtype=np.int64) * self.range_nbytes
-        addresses = np.full(1, address_of(self.target), np.int64)
-        for d in self.ranges.outer:
-            steps = np.arange(self.chunk.shape[d], dtype=np.int64) * self.target.strides[d]
-            addresses = (addresses[:, None] + steps[None, :]).reshape(-1)
-        return addresses
+            range_indices = np.arange(self.ranges.count, dtype=np.int64)
+            return address_of(scratch) + range_indices * self.range_nbytes
+        shape = [self.destination.shape[axis] for axis in self.ranges.outer_axes]
+        strides = [self.destination.strides[axis] for axis in self.ranges.outer_axes]
+        return _list_grid_offsets(address_of(self.destination), shape, strides)
 
-    def arrange(self, scratch: np.ndarray) -> None:
-        """Copy the elements out of scratch memory into the target."""
-        offset = self.ranges.base % 8
-        strides = [*self.chunk.strides]
-        for d, (n, stride) in enumerate(zip(self.chunk.shape, strides, strict=True)):
-            if stride < 0 and d not in self.ranges.outer:
-                offset -= (n - 1) * stride
-        step = self.range_nbytes * 8
-        for d in reversed(self.ranges.outer):
-            strides[d] = step
-            step *= self.chunk.shape[d]
-        is_swapped = self.chunk.storage.byteorder != "little"
+    def copy_from_scratch(self, scratch: np.ndarray) -> None:
+        """Copy the elements out of scratch memory, where the ranges lie one behind the other."""
+        chunk = self.ranges.chunk
+        offset = self.ranges.first_bit % 8
+        strides = list(chunk.strides)
+        for axis in self.ranges.inner_axes:
+            if strides[axis] < 0:
+                offset -= (chunk.shape[axis] - 1) * strides[axis]
+        # Along the outer axes, the distances are now those between ranges in scratch memory.
+        outer_stride = self.range_nbytes * 8
+        for axis in reversed(self.ranges.outer_axes):
+            strides[axis] = outer_stride
+            outer_stride *= chunk.shape[axis]
         copy_elements(
-            scratch, offset, strides, self.target, dtype=self.dtype, is_swapped=is_swapped
+            scratch,
+            offset,
+            strides,
+            self.destination,
+            dtype=self.dtype,
+            is_swapped=chunk.storage.byteorder != "little",
         )
 
 
@@ -139,218 +185,305 @@ def read_boxes(
     policy: JoinPolicy,
     checks: StorageChecks,
 ) -> int:
-    """Fill every request and return how many bytes were read.
+    """Read the elements of every request into its array.
 
-    `checks` receives the bytes of the storages that it wants; the caller finishes them.
+    Args:
+        store: The store that has the files.
+        requests: Tensors with their destinations.
+        threads: The most threads that read and copy at the same time.
+        policy: Which neighboring ranges are read together, and the size of a block.
+        checks: Receives the bytes of storages whose checksum it compares. The caller finishes it.
+
+    Returns:
+        The number of bytes that were read.
     """
     total_nbytes = 0
-    # One piece of memory for all batches: fresh memory would cost as much as the reading.
+    # Every group uses the same memory. New memory would cost as much time as the reading.
     memory = np.empty(0, np.uint8)
-    for pieces in _batches(_cut_requests(requests, policy), policy.block_nbytes * threads):
-        ends = [*accumulate((piece.scratch_nbytes for piece in pieces), initial=0)]
-        if ends[-1] > len(memory):
-            memory = np.empty(ends[-1], np.uint8)
-        scratch = [
-            None if piece.is_direct else memory[start:end]
-            for piece, (start, end) in zip(pieces, pairwise(ends), strict=True)
-        ]
-        reads = _piece_ranges(pieces, scratch)
+    max_scratch_nbytes = policy.block_nbytes * threads
+    for pieces in _group_pieces(_cut_requests(requests, policy), max_scratch_nbytes):
+        scratch_nbytes = sum(piece.scratch_nbytes for piece in pieces)
+        if scratch_nbytes > len(memory):
+            memory = np.empty(scratch_nbytes, np.uint8)
+        scratches = _divide_scratch(pieces, memory)
+        reads = _describe_ranges(pieces, scratches)
         read_nbytes = read_ranges(store, reads, threads=threads, policy=policy)
-        tasks = [
-            partial(_finish_piece, piece, data, checks)
-            for piece, data in zip(pieces, scratch, strict=True)
-            if data is not None or checks.wants(piece.chunk.storage)
-        ]
-        run_all(tasks, threads if read_nbytes >= INLINE_NBYTES else 1)
         total_nbytes += read_nbytes
+
+        tasks: list[Callable[[], None]] = []
+        for piece, scratch in zip(pieces, scratches, strict=True):
+            if scratch is not None or checks.wants(piece.ranges.chunk.storage):
+                tasks.append(partial(_finish_piece, piece, scratch, checks))
+        has_threads = read_nbytes >= INLINE_NBYTES
+        run_all(tasks, threads if has_threads else 1)
     return total_nbytes
 
 
-def estimate_read_cost(
-    requests: Sequence[Request], policy: JoinPolicy = MEMORY
-) -> tuple[int, int, int]:
-    """Return how many reads, and of how many bytes, would fill requests, and how many bytes are wanted. Nothing is read."""
-    read_count = read_nbytes = 0
-    for pieces in _batches(_cut_requests(requests, policy), policy.block_nbytes):
-        reads = _piece_ranges(pieces, [None] * len(pieces))
-        columns = (np.asarray(one, np.int64) for one in (reads.files, reads.starts, reads.nbytes))
-        for joined in join_ranges(Ranges(reads.keys, *columns), policy):
-            read_count += len(joined.starts)
-            read_nbytes += joined.nbytes
-    wanted_nbytes = sum(
-        request.tensor.dtype.nbytes(chunk.box.count // _repeats(chunk))
-        for request in requests
-        for chunk in request.tensor.chunks
-        if chunk.box.count
-    )
-    return read_count, read_nbytes, wanted_nbytes
-
-
-def _repeats(chunk: Chunk) -> int:
-    """How many times an expanded chunk repeats each stored element."""
-    return math.prod(n for n, stride in zip(chunk.shape, chunk.strides, strict=True) if not stride)
+def _divide_scratch(pieces: Sequence[BoxPiece], memory: np.ndarray) -> list[np.ndarray | None]:
+    """Return the scratch memory of each piece. Pieces that are read directly need none."""
+    scratches: list[np.ndarray | None] = []
+    start = 0
+    for piece in pieces:
+        if piece.is_direct:
+            scratches.append(None)
+            continue
+        stop = start + piece.scratch_nbytes
+        scratches.append(memory[start:stop])
+        start = stop
+    return scratches
 
 
 def _finish_piece(piece: BoxPiece, scratch: np.ndarray | None, checks: StorageChecks) -> None:
-    storage = piece.chunk.storage
-    if not piece.ranges.outer and checks.wants(storage):
-        data = (
-            memory_at(address_of(piece.target), piece.range_nbytes)
-            if scratch is None
-            else scratch.data
-        )
-        checks.add(storage, int(piece.starts()[0]), data)
+    """Hand the bytes of a piece to the checks, and copy its elements out of scratch memory."""
+    storage = piece.ranges.chunk.storage
+    # A piece with several ranges skips bytes of its storage, so no checksum covers it.
+    if not piece.ranges.outer_axes and checks.wants(storage):
+        data = memory_at(address_of(piece.destination), piece.range_nbytes)
+        if scratch is not None:
+            data = scratch.data
+        checks.add(storage, piece.find_starts().item(0), data)
     if scratch is not None:
-        piece.arrange(scratch)
+        piece.copy_from_scratch(scratch)
+
+
+class ReadCost(NamedTuple):
+    """What it costs to read tensors."""
+
+    read_count: int
+    """The number of system calls or requests."""
+    read_nbytes: int
+    """The bytes that are read, including gaps between joined ranges."""
+    wanted_nbytes: int
+    """The bytes of the elements. Elements that an expanded tensor repeats count once."""
+
+
+def estimate_read_cost(requests: Sequence[Request], policy: JoinPolicy = MEMORY) -> ReadCost:
+    """Plan how requests would be read, and return the cost. Reads nothing."""
+    read_count = 0
+    read_nbytes = 0
+    for pieces in _group_pieces(_cut_requests(requests, policy), policy.block_nbytes):
+        reads = _describe_ranges(pieces, [None] * len(pieces))
+        ranges = Ranges(
+            reads.keys, np.asarray(reads.files), np.asarray(reads.starts), np.asarray(reads.nbytes)
+        )
+        for joined_reads in join_ranges(ranges, policy):
+            read_count += len(joined_reads.starts)
+            read_nbytes += joined_reads.nbytes
+
+    wanted_nbytes = 0
+    for request in requests:
+        for chunk in request.tensor.chunks:
+            # An axis with the stride 0 repeats the same stored elements.
+            axes = zip(chunk.shape, chunk.strides, strict=True)
+            stored_count = math.prod(length for length, stride in axes if stride)
+            if chunk.box.count:
+                wanted_nbytes += request.tensor.dtype.nbytes(stored_count)
+    return ReadCost(read_count, read_nbytes, wanted_nbytes)
 
 
 def _cut_requests(requests: Sequence[Request], policy: JoinPolicy) -> Iterator[BoxPiece]:
+    """Cut the chunks of all requested tensors into pieces of at most one block."""
     for request in requests:
         tensor = request.tensor
         for chunk in tensor.chunks:
-            # Most chunks lie in the file as they will in memory: no need to look at them dimension by dimension.
-            extent = _contiguous_bits(chunk, tensor.dtype, request.out)
-            if 0 < extent <= policy.block_nbytes * 8 and chunk.shape == tensor.shape:
-                ranges = StridedRanges(chunk.offset, extent, ())
-                yield BoxPiece(chunk, tensor.dtype, request.out, ranges, True, tensor.name)
+            if not chunk.box.count:
                 continue
-            for part, ranges in cut(chunk, tensor.dtype, policy):
-                is_whole = part.shape == tensor.shape
-                target = request.out if is_whole else request.out[part.box.slices]
-                is_direct = _is_direct(part, tensor.dtype, target, ranges)
-                yield BoxPiece(part, tensor.dtype, target, ranges, is_direct, tensor.name)
+            for ranges in _cut_chunk(chunk, tensor.dtype, policy):
+                destination = request.out
+                if ranges.chunk.shape != tensor.shape:
+                    destination = request.out[ranges.chunk.box.slices]
+                is_direct = _has_order_of_file(destination, ranges, tensor.dtype)
+                yield BoxPiece(ranges, tensor.dtype, destination, is_direct, tensor.name)
 
 
-def _contiguous_bits(chunk: Chunk, dtype: DType, out: np.ndarray) -> int:
-    """Bits of a chunk whose elements lie in the file just as in the target, in C order; 0 for any other."""
-    if (
-        dtype.packed
-        or (chunk.storage.byteorder != "little" and dtype.swap_nbytes > 1)
-        or not out.flags.c_contiguous
-    ):
-        return 0
-    return (
-        chunk.box.count * dtype.bits if is_c_ordered(chunk.shape, chunk.strides, dtype.bits) else 0
-    )
+def _cut_chunk(chunk: Chunk, dtype: DType, policy: JoinPolicy) -> Iterator[StridedRanges]:
+    """Cut a chunk into pieces that have at most one block of bytes and `MAX_RANGES` ranges.
 
-
-def cut(chunk: Chunk, dtype: DType, policy: JoinPolicy) -> Iterator[tuple[Chunk, StridedRanges]]:
-    """Cut a chunk until its ranges have at most a block of bytes, and there are at most `MAX_RANGES` of them."""
-    if chunk.box.count == 0:
-        return
+    Yields:
+        The ranges of each piece.
+    """
     ranges = find_strided_ranges(chunk, dtype, policy.free_gap)
-    block_bits = policy.block_nbytes * 8
-    count = ranges.count(chunk)
-    inner = [d for d in range(chunk.box.rank) if d not in ranges.outer and chunk.shape[d] > 1]
-    # Ranges of packed elements that begin at several bits of a byte cannot stand side by side in scratch memory.
-    has_odd_starts = any(chunk.strides[d] % 8 for d in ranges.outer)
-    if ranges.extent > block_bits and inner:
-        # The dimension that makes the ranges too long.
-        axis = max(inner, key=lambda d: abs(chunk.strides[d]) * chunk.shape[d])
-        part_count = -(-chunk.shape[axis] // max(1, block_bits // max(abs(chunk.strides[axis]), 1)))
-    elif has_odd_starts:
-        axis = next(d for d in ranges.outer if chunk.strides[d] % 8)
-        part_count = chunk.shape[axis]
-    elif count > 1 and (count > MAX_RANGES or count * ranges.extent > block_bits):
-        axis = ranges.outer[0]
-        part_count = max(-(-count // MAX_RANGES), -(-count * ranges.extent // block_bits))
-    else:
-        yield chunk, ranges
+    cut_axis, piece_count = _choose_cut(ranges, policy.block_nbytes * 8)
+    if piece_count == 1:
+        yield ranges
         return
-    for box in chunk.box.split(axis, min(max(part_count, 2), chunk.shape[axis])):
-        yield from cut(chunk.narrow(box), dtype, policy)
+    for box in chunk.box.split(cut_axis, piece_count):
+        yield from _cut_chunk(chunk.narrow(box), dtype, policy)
 
 
-def _is_direct(chunk: Chunk, dtype: DType, target: np.ndarray, ranges: StridedRanges) -> bool:
-    if dtype.packed or (chunk.storage.byteorder != "little" and dtype.swap_nbytes > 1):
+def _choose_cut(ranges: StridedRanges, block_bits: int) -> tuple[int, int]:
+    """Decide where a chunk is cut.
+
+    Args:
+        ranges: The ranges of the chunk.
+        block_bits: The most bits that a piece may have.
+
+    Returns:
+        The axis to cut and the number of pieces. One piece means that no cut is needed.
+    """
+    shape = ranges.chunk.shape
+    strides = ranges.chunk.strides
+    inner_axes = ranges.inner_axes
+    if ranges.bit_count > block_bits and inner_axes:
+        # Cut the axis that makes the ranges too long.
+        axis = max(inner_axes, key=lambda axis: abs(strides[axis]) * shape[axis])
+        elements_in_block = max(block_bits // max(abs(strides[axis]), 1), 1)
+        piece_count = -(-shape[axis] // elements_in_block)
+        return axis, min(max(piece_count, 2), shape[axis])
+
+    for axis in ranges.outer_axes:
+        if strides[axis] % 8:
+            # Ranges of packed elements that start at different bits of a byte cannot lie one behind
+            # the other in scratch memory. Every one of them becomes a piece.
+            return axis, shape[axis]
+
+    total_bits = ranges.count * ranges.bit_count
+    if ranges.outer_axes and (ranges.count > MAX_RANGES or total_bits > block_bits):
+        axis = ranges.outer_axes[0]
+        piece_count = max(-(-ranges.count // MAX_RANGES), -(-total_bits // block_bits))
+        return axis, min(max(piece_count, 2), shape[axis])
+    return 0, 1
+
+
+def _has_order_of_file(destination: np.ndarray, ranges: StridedRanges, dtype: DType) -> bool:
+    """Return whether the bytes of each range lie in the destination just as in the file."""
+    chunk = ranges.chunk
+    is_swapped = chunk.storage.byteorder != "little" and dtype.swap_nbytes > 1
+    if dtype.packed or is_swapped:
         return False
-    inner = [d for d in range(chunk.box.rank) if d not in ranges.outer and chunk.shape[d] > 1]
-    contiguous = c_strides([chunk.shape[d] for d in inner], dtype.bits)
-    return all(
-        chunk.strides[d] == bits and target.strides[d] * 8 == bits
-        for d, bits in zip(inner, contiguous, strict=True)
-    )
+    inner_axes = ranges.inner_axes
+    gapless_strides = c_strides([chunk.shape[axis] for axis in inner_axes], dtype.bits)
+    for axis, stride in zip(inner_axes, gapless_strides, strict=True):
+        if chunk.strides[axis] != stride or destination.strides[axis] * 8 != stride:
+            return False
+    return True
 
 
-def _batches(pieces: Iterable[BoxPiece], scratch_limit: int) -> Iterator[list[BoxPiece]]:
-    """Group pieces so that the scratch memory and the number of ranges of a group are bounded."""
-    batch: list[BoxPiece] = []
-    range_count = scratch_nbytes = 0
+def _group_pieces(pieces: Iterable[BoxPiece], max_scratch_nbytes: int) -> Iterator[list[BoxPiece]]:
+    """Group pieces that are read together, so that they fit into scratch memory.
+
+    A group has at most `MAX_RANGES` ranges. A single piece may exceed both limits.
+    """
+    group: list[BoxPiece] = []
+    range_count = 0
+    scratch_nbytes = 0
     for piece in pieces:
-        count, nbytes = piece.ranges.count(piece.chunk), piece.scratch_nbytes
-        if batch and (range_count + count > MAX_RANGES or scratch_nbytes + nbytes > scratch_limit):
-            yield batch
-            batch, range_count, scratch_nbytes = [], 0, 0
-        batch.append(piece)
-        range_count += count
-        scratch_nbytes += nbytes
-    if batch:
-        yield batch
+        range_count += piece.ranges.count
+        scratch_nbytes += piece.scratch_nbytes
+        if group and (range_count > MAX_RANGES or scratch_nbytes > max_scratch_nbytes):
+            yield group
+            group = []
+            range_count = piece.ranges.count
+            scratch_nbytes = piece.scratch_nbytes
+        group.append(piece)
+    if group:
+        yield group
 
 
-def _piece_ranges(pieces: Sequence[BoxPiece], scratch: Sequence[np.ndarray | None]) -> RangeReads:
-    """The ranges of all pieces as columns."""
-    keys: dict[str, int] = {}
-    files = [keys.setdefault(piece.chunk.storage.key, len(keys)) for piece in pieces]
-    counts = np.array([piece.ranges.count(piece.chunk) for piece in pieces], np.int64)
-    owners = np.arange(len(pieces)).repeat(counts)
-    starts = [piece.starts() for piece in pieces]
-    addresses = [piece.addresses(memory) for piece, memory in zip(pieces, scratch, strict=True)]
-    nbytes = np.array([piece.range_nbytes for piece in pieces], np.int64)
+def _describe_ranges(
+    pieces: Sequence[BoxPiece], scratches: Sequence[np.ndarray | None]
+) -> RangeReads:
+    """Describe the ranges of all pieces as columns.
 
-    def name(number: int) -> str:
-        return pieces[owners.item(number)].tensor
+    Args:
+        pieces: The pieces.
+        scratches: The scratch memory of each piece. None if it is read to its destination.
+    """
+    file_indices: dict[str, int] = {}
+    files: list[int] = []
+    starts: list[Ints] = []
+    addresses: list[Ints] = []
+    for piece, scratch in zip(pieces, scratches, strict=True):
+        key = piece.ranges.chunk.storage.key
+        files.append(file_indices.setdefault(key, len(file_indices)))
+        starts.append(piece.find_starts())
+        addresses.append(piece.find_addresses(scratch))
+    piece_indices = np.arange(len(pieces)).repeat([len(column) for column in starts])
+    range_nbytes = np.array([piece.range_nbytes for piece in pieces], np.int64)
 
-    def damaged(number: int, crc: int) -> Corrupted:
-        return build_damage_error(pieces[owners.item(number)].chunk.storage, name(number), crc)
+    def find_tensor_name(range_index: int) -> str:
+        return pieces[piece_indices.item(range_index)].tensor_name
+
+    def describe_damage(range_index: int, crc: int) -> Corrupted:
+        piece = pieces[piece_indices.item(range_index)]
+        return build_damage_error(piece.ranges.chunk.storage, piece.tensor_name, crc)
 
     return RangeReads(
-        keys=[*keys],
-        files=np.array(files, np.int64)[owners],
+        keys=list(file_indices),
+        files=np.array(files, np.int64)[piece_indices],
         starts=np.concatenate(starts),
-        nbytes=nbytes[owners],
+        nbytes=range_nbytes[piece_indices],
         addresses=np.concatenate(addresses),
-        # The checksum of a storage is compared when all of its pieces are there: by `StorageChecks`.
-        crcs=np.full(len(owners), NO_CRC, np.int64),
-        find_tensor_name=name,
-        describe_damage=damaged,
+        # Files record checksums of storages, not of pieces. `StorageChecks` compares them when all
+        # pieces of a storage are read.
+        crcs=np.full(len(piece_indices), NO_CRC, np.int64),
+        find_tensor_name=find_tensor_name,
+        describe_damage=describe_damage,
     )
 
 
 def copy_elements(
-    data: np.ndarray, offset: int, strides: Sequence[int], target: np.ndarray, *, dtype: DType,
+    data: np.ndarray,
+    bit_offset: int,
+    bit_strides: Sequence[int],
+    destination: np.ndarray,
+    *,
+    dtype: DType,
     is_swapped: bool,
-) -> None:  # fmt: skip
-    """Copy elements out of bytes into an array. The first of them begins at bit `offset`; strides are in bits."""
+) -> None:
+    """Copy elements out of bytes into an array.
+
+    Args:
+        data: The bytes.
+        bit_offset: The first bit of the element at index 0 of all axes.
+        bit_strides: The bits from one element to the next, along each axis.
+        destination: The array to fill.
+        dtype: The dtype of the elements.
+        is_swapped: Whether the bytes are in big-endian order.
+    """
+    shape = destination.shape
     if dtype.packed:
-        target[...] = _unpack(data, offset, strides, target.shape, dtype)
+        destination[...] = _unpack_elements(data, bit_offset, bit_strides, shape, dtype)
         return
-    shape, steps = target.shape, tuple(stride // 8 for stride in strides)
-    unit = dtype.swap_nbytes
-    if not is_swapped or unit == 1:
-        target[...] = np.ndarray(shape, dtype.numpy, data.data, offset // 8, steps)
+    byte_strides = [stride // 8 for stride in bit_strides]
+    swap_nbytes = dtype.swap_nbytes
+    if not is_swapped or swap_nbytes == 1:
+        destination[...] = np.ndarray(shape, dtype.numpy, data.data, bit_offset // 8, byte_strides)
         return
-    # Reverse the bytes of each unit. Arrays of bytes, since numpy cannot byte-swap the types of ml_dtypes.
-    units = dtype.bits // 8 // unit
-    # Without the dimensions of length 1: two more are added here, and numpy stops at 64.
-    lengths = tuple(n for n in shape if n != 1)
-    steps = tuple(s for n, s in zip(shape, steps, strict=True) if n != 1)
-    swapped = np.ndarray(
-        (*lengths, units, unit), np.uint8, data.data, offset // 8, (*steps, unit, 1)
-    )[..., ::-1]
-    target[...] = np.ascontiguousarray(swapped).reshape(-1).view(dtype.numpy).reshape(shape)
+
+    # numpy cannot swap the types of ml_dtypes, so the bytes of each element are an axis of their
+    # own here. A complex number is two units that are swapped. Axes of length 1 are left out,
+    # because numpy has at most 64 axes and two are added.
+    long_axes = [axis for axis, length in enumerate(shape) if length != 1]
+    unit_count = dtype.bits // 8 // swap_nbytes
+    swapped_bytes = np.ndarray(
+        (*[shape[axis] for axis in long_axes], unit_count, swap_nbytes),
+        np.uint8,
+        data.data,
+        bit_offset // 8,
+        (*[byte_strides[axis] for axis in long_axes], swap_nbytes, 1),
+    )
+    element_bytes = np.ascontiguousarray(swapped_bytes[..., ::-1])
+    destination[...] = element_bytes.reshape(-1).view(dtype.numpy).reshape(shape)
 
 
-def _unpack(
-    data: np.ndarray, offset: int, strides: Sequence[int], shape: tuple[int, ...], dtype: DType
+def _unpack_elements(
+    data: np.ndarray,
+    bit_offset: int,
+    bit_strides: Sequence[int],
+    shape: tuple[int, ...],
+    dtype: DType,
 ) -> np.ndarray:
-    """Elements narrower than a byte, one byte each; the lowest bits of a byte are its first element."""
-    positions = np.full(shape, offset, np.int64)
-    for d, (n, stride) in enumerate(zip(shape, strides, strict=True)):
-        steps = np.arange(n, dtype=np.int64) * stride
-        positions += steps.reshape([-1 if i == d else 1 for i in range(len(shape))])
-    low = data[positions >> 3].astype(np.uint16)
-    following = np.minimum((positions >> 3) + 1, len(data) - 1)
-    wide = low | (data[following].astype(np.uint16) << 8)
-    values = (wide >> (positions & 7).astype(np.uint16)) & np.uint16((1 << dtype.bits) - 1)
-    return np.asarray(values).astype(np.uint8).view(dtype.numpy)
+    """Return elements that are narrower than a byte, one byte for each of them.
+
+    The lowest bits of a byte are its first element. The arguments are those of `copy_elements`.
+    """
+    first_bits = _list_grid_offsets(bit_offset, shape, bit_strides).reshape(shape)
+    byte_indices = first_bits >> 3
+    # An element may reach into the next byte, so each one is cut out of 16 bits.
+    next_indices = np.minimum(byte_indices + 1, len(data) - 1)
+    words = data[byte_indices].astype(np.uint16) | (data[next_indices].astype(np.uint16) << 8)
+    shifts = (first_bits & 7).astype(np.uint16)
+    mask = np.uint16((1 << dtype.bits) - 1)
+    elements = (words >> shifts) & mask
+    return np.asarray(elements).astype(np.uint8).view(dtype.numpy)

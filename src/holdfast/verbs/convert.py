@@ -268,8 +268,8 @@ def _read_cost(tensor: LazyTensor) -> tuple[int, int]:
         return tensor.source.store.count_read_nbytes(place[0], tensor.nbytes), 0
     # Only the target's shape and strides count; one element stands for all of it.
     stand_in = np.broadcast_to(np.empty((), tensor.dtype.numpy), tensor.shape)
-    _, read_nbytes, wanted_nbytes = estimate_read_cost([Request(tensor, stand_in)])
-    return read_nbytes, max(read_nbytes - wanted_nbytes, 0)
+    cost = estimate_read_cost([Request(tensor, stand_in)])
+    return cost.read_nbytes, max(cost.read_nbytes - cost.wanted_nbytes, 0)
 
 
 @validate_arguments
