@@ -10,7 +10,7 @@ import torch
 
 import holdfast.torch as ht
 from holdfast.stores import platform
-from holdfast.stores.platform import LARGE_PAGE_NBYTES, STRETCH_NBYTES, request_large_pages
+from holdfast.stores.platform import LARGE_PAGE_NBYTES, LARGE_PAGE_TEST_NBYTES, request_large_pages
 
 MIB = 1 << 20
 
@@ -34,10 +34,12 @@ def advice(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
 
 def test_whole_pages_inside_of_large_memory_are_requested(advice: list[tuple[int, int, int]]):
-    request_large_pages([(0, STRETCH_NBYTES - 1), (4 * MIB + 1, STRETCH_NBYTES + 8 * MIB)])
+    request_large_pages(
+        [(0, LARGE_PAGE_TEST_NBYTES - 1), (4 * MIB + 1, LARGE_PAGE_TEST_NBYTES + 8 * MIB)]
+    )
     assert advice == [
-        (6 * MIB, STRETCH_NBYTES, mmap.MADV_HUGEPAGE),
-        (6 * MIB + STRETCH_NBYTES, 6 * MIB, mmap.MADV_HUGEPAGE),
+        (6 * MIB, LARGE_PAGE_TEST_NBYTES, mmap.MADV_HUGEPAGE),
+        (6 * MIB + LARGE_PAGE_TEST_NBYTES, 6 * MIB, mmap.MADV_HUGEPAGE),
     ]
 
 
@@ -46,12 +48,12 @@ def test_a_slow_page_ends_the_requests(
 ):
     clock = iter([0, platform.SLOW_PAGE_NS, 0, platform.SLOW_PAGE_NS + 1])
     monkeypatch.setattr(platform.time, "thread_time_ns", lambda: next(clock))
-    request_large_pages([(0, 3 * STRETCH_NBYTES), (1 << 30, STRETCH_NBYTES)])
-    rest_nbytes = STRETCH_NBYTES - LARGE_PAGE_NBYTES
+    request_large_pages([(0, 3 * LARGE_PAGE_TEST_NBYTES), (1 << 30, LARGE_PAGE_TEST_NBYTES)])
+    rest_nbytes = LARGE_PAGE_TEST_NBYTES - LARGE_PAGE_NBYTES
     assert advice == [
-        (0, STRETCH_NBYTES, mmap.MADV_HUGEPAGE),
-        (STRETCH_NBYTES, STRETCH_NBYTES, mmap.MADV_HUGEPAGE),
-        (STRETCH_NBYTES + LARGE_PAGE_NBYTES, rest_nbytes, mmap.MADV_NOHUGEPAGE),
+        (0, LARGE_PAGE_TEST_NBYTES, mmap.MADV_HUGEPAGE),
+        (LARGE_PAGE_TEST_NBYTES, LARGE_PAGE_TEST_NBYTES, mmap.MADV_HUGEPAGE),
+        (LARGE_PAGE_TEST_NBYTES + LARGE_PAGE_NBYTES, rest_nbytes, mmap.MADV_NOHUGEPAGE),
     ]
 
 

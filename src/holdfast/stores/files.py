@@ -45,7 +45,7 @@ from holdfast.stores.platform import (
 )
 
 Buffer = bytes | bytearray | memoryview
-Kind = Literal["file", "directory", "link", "other"]
+FileKind = Literal["file", "directory", "link", "other"]
 Names = list[str]
 
 MAX_WRITE_NBYTES = 1 << 30
@@ -55,8 +55,8 @@ COPY_FALLBACK_ERRNOS = UNSUPPORTED_ERRNOS | {errno.EXDEV, errno.EPERM, errno.ETX
 """Errors of copy_file_range(2) between file systems that it cannot copy between."""
 
 LOCAL_FILE_SYSTEMS = frozenset({
-    0xEF53, 0x58465342, 0x9123683E, 0x2FC12FC1, 0xF2F52010, 0xCA451A4E, 0x01021994, 0x858458F6, 0x794C7630, 0x4D44, 0x2011BAB0,
-    0x5346544E, 0x7366746E,
+    0xEF53, 0x58465342, 0x9123683E, 0x2FC12FC1, 0xF2F52010, 0xCA451A4E, 0x01021994, 0x858458F6,
+    0x794C7630, 0x4D44, 0x2011BAB0, 0x5346544E, 0x7366746E,
 })  # fmt: skip
 """Types, as in statfs(2), of file systems that only one machine mounts: ext2 to 4, xfs, btrfs, zfs,
 f2fs, bcachefs, tmpfs, ramfs, overlayfs, vfat, exfat, ntfs. Any other type may be shared."""
@@ -64,14 +64,15 @@ f2fs, bcachefs, tmpfs, ramfs, overlayfs, vfat, exfat, ntfs. Any other type may b
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.(tmp|old|lock)", re.DOTALL)
 
 PERMISSION_BITS = 0o7777
+"""The bits of a file's mode that are permissions, including setuid, setgid and sticky."""
 
-KINDS: dict[int, Kind] = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
+KINDS: dict[int, FileKind] = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
 
 
 class FileEntry(Value, frozen=True, gc=False):
     """The metadata of a file, a directory or a link."""
 
-    kind: Kind
+    kind: FileKind
     identity: tuple[int, int]
     """Device and inode. They stay the same when the file is renamed."""
     mode: int
@@ -109,13 +110,16 @@ class Files:
         return os.path.realpath(path)
 
     def open_directory(self, path: str, *, dir_fd: int | None = None) -> int:
-        """Open a directory. With `dir_fd`, the path is a name in that directory and must not be a
-        link."""
+        """Open a directory.
+
+        With `dir_fd`, the path is a name in that directory, and must not be a link.
+        """
         link_flag = 0 if dir_fd is None else NO_FOLLOW
         return self._open_descriptor(path, os.O_RDONLY | DIRECTORY | link_flag, dir_fd=dir_fd)
 
     def open(self, name: str, *, dir_fd: int) -> int:
-        """Open an existing file to read or lock it. Refuses a link, and does not wait for a pipe."""
+        """Open an existing file to read or lock it. Refuses a link, and does not wait for a pipe.
+        """
         return self._open_descriptor(name, os.O_RDONLY | NO_FOLLOW | NON_BLOCKING, dir_fd=dir_fd)
 
     def open_shared(self, name: str, *, dir_fd: int) -> int:
@@ -123,7 +127,7 @@ class Files:
         return self._open_descriptor(name, os.O_RDWR | NO_FOLLOW | NON_BLOCKING, dir_fd=dir_fd)
 
     def hold(self, name: str, *, dir_fd: int) -> int | None:
-        """Open a file or directory only to keep its inode alive. None if the system cannot."""
+        """Open a file or directory only to keep its inode alive. None if this is impossible."""
         if not PATH_ONLY:
             return None
         return self._open_descriptor(name, PATH_ONLY | NO_FOLLOW, dir_fd=dir_fd)
@@ -137,6 +141,7 @@ class Files:
         return self._open_descriptor(name, flags, dir_fd=dir_fd, mode=0o600 if private else 0o666)
 
     def _open_descriptor(self, path: str, flags: int, *, dir_fd: int | None, mode: int = 0) -> int:
+        """Open a path, and record the descriptor so that a forked child closes it."""
         self._check_process()
         descriptor = os.open(path, flags | OPEN_FLAGS, mode, dir_fd=dir_fd)
         _has_lock[descriptor] = False
@@ -160,15 +165,25 @@ class Files:
         return platform.read_block(descriptor, nbytes, offset)
 
     def copy_range(
-        self, source: int, target: int, nbytes: int, *, source_offset: int, offset: int
+        self,
+        source_descriptor: int,
+        target_descriptor: int,
+        nbytes: int,
+        *,
+        source_offset: int,
+        offset: int,
     ) -> int:
         """Copy some bytes between files in the kernel, and return how many.
 
-        If the file system supports it, the files share the blocks on the disk afterwards.
-        """
+        If the file system supports it, the files share the blocks on the disk afterwards. `offset`
+        is the position in the target."""
         self._check_process()
         return platform.copy_range(
-            source, target, nbytes, source_offset=source_offset, offset=offset
+            source_descriptor,
+            target_descriptor,
+            nbytes,
+            source_offset=source_offset,
+            target_offset=offset,
         )
 
     def begin_sync(self, descriptor: int, offset: int, nbytes: int) -> None:
@@ -177,7 +192,8 @@ class Files:
         platform.begin_sync(descriptor, offset, nbytes)
 
     def sync(self, descriptor: int) -> None:
-        """Wait until a file's bytes, or a directory's entries, would survive a power cut (fsync)."""
+        """Wait until a file's bytes, or a directory's entries, would survive a power cut (fsync).
+        """
         self._check_process()
         platform.sync(descriptor)
 
@@ -191,19 +207,19 @@ class Files:
         self._check_process()
         platform.change_owner(descriptor, user, group)
 
-    def rename(self, source: str, target: str, *, dir_fd: int) -> None:
-        """Rename in one step. Replaces an existing target."""
+    def rename(self, old_name: str, new_name: str, *, dir_fd: int) -> None:
+        """Rename in one step. Replaces what has the new name."""
         self._check_process()
-        os.rename(source, target, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        os.rename(old_name, new_name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
-    def rename_new(self, source: str, target: str, *, dir_fd: int) -> bool:
-        """Rename in one step. Raises `FileExistsError` if the target exists.
+    def rename_new(self, old_name: str, new_name: str, *, dir_fd: int) -> bool:
+        """Rename in one step. Raises `FileExistsError` if the new name exists.
 
         Returns:
             False, without any change, if the system does not support this.
         """
         self._check_process()
-        return platform.rename_new(source, target, dir_fd=dir_fd)
+        return platform.rename_new(old_name, new_name, dir_fd=dir_fd)
 
     def exchange(self, first: str, second: str, *, dir_fd: int) -> bool:
         """Exchange two names in one step.
@@ -215,16 +231,16 @@ class Files:
         return platform.exchange(first, second, dir_fd=dir_fd)
 
     def link(
-        self, source: str, target: str, *, dir_fd: int, source_dir_fd: int | None = None
+        self, name: str, new_name: str, *, dir_fd: int, source_dir_fd: int | None = None
     ) -> None:
-        """Give a file a second name. Raises `FileExistsError` if the target exists.
+        """Give a file a second name (a hard link). Raises `FileExistsError` if the new name exists.
 
-        With `source_dir_fd`, the source is in that directory instead of in `dir_fd`.
+        With `source_dir_fd`, the file is in that directory. The new name is always in `dir_fd`.
         """
         self._check_process()
         os.link(
-            source,
-            target,
+            name,
+            new_name,
             src_dir_fd=dir_fd if source_dir_fd is None else source_dir_fd,
             dst_dir_fd=dir_fd,
             follow_symlinks=False,
@@ -277,7 +293,10 @@ class Files:
         return entry_from_status(os.fstat(descriptor))
 
     def is_shared(self, descriptor: int) -> bool:
-        """Return whether other machines may write to this directory. Their locks may be invisible."""
+        """Return whether other machines may write to this directory.
+
+        The locks of processes on other machines may be invisible here.
+        """
         self._check_process()
         return platform.get_file_system_type(descriptor) not in LOCAL_FILE_SYSTEMS
 
@@ -299,11 +318,14 @@ class Files:
 _process_id = os.getpid()
 
 _has_lock: dict[int, bool] = {}
-"""The open descriptors of saves, and whether each of them has a lock."""
+"""The open descriptors of all saves of this process, and whether each of them has a lock."""
 
 
 def _forget_saves_of_parent() -> None:
-    """Close what this forked child inherited from saves of its parent, where it stays open."""
+    """Close the descriptors that this forked child inherited from saves of its parent.
+
+    They stay open in the parent.
+    """
     global _process_id
     _process_id = os.getpid()
     for descriptor in list(_has_lock):
@@ -316,20 +338,23 @@ at_fork(after_in_child=_forget_saves_of_parent)
 
 
 def write_all(files: Files, descriptor: int, data: Buffer, *, offset: int) -> None:
-    """Write all bytes of a buffer at an offset. A single write may be short."""
+    """Write all bytes of a buffer at an offset, with as many system calls as it takes.
+
+    A system call may write fewer bytes than requested.
+    """
     view = memoryview(data).cast("B")
     written_nbytes = 0
     while written_nbytes < view.nbytes:
         block = view[written_nbytes : written_nbytes + MAX_WRITE_NBYTES]
-        count = files.pwrite(descriptor, block, offset + written_nbytes)
-        if count <= 0:
-            # POSIX allows 0 only for an empty buffer. Trying again could go on forever.
+        block_written_nbytes = files.pwrite(descriptor, block, offset + written_nbytes)
+        # POSIX allows 0 only for an empty buffer. Trying again could go on forever.
+        if block_written_nbytes <= 0:
             raise OSError(errno.EIO, "the file system wrote nothing and gave no reason")
-        written_nbytes += count
+        written_nbytes += block_written_nbytes
 
 
 def read_all(
-    files: Files, name: str, entry: FileEntry | None, *, dir_fd: int, most: int
+    files: Files, name: str, entry: FileEntry | None, *, dir_fd: int, max_nbytes: int
 ) -> bytes | None:
     """Read a small file completely.
 
@@ -338,12 +363,13 @@ def read_all(
         name: The name of the file in the directory `dir_fd`.
         entry: The metadata of the file, or None if it does not exist.
         dir_fd: A descriptor of the directory.
-        most: The largest length to read.
+        max_nbytes: The largest length to read.
 
     Returns:
-        The content. None if this is not a regular file, is longer than `most`, or grows meanwhile.
+        The content. None if this is not a regular file, is longer than `max_nbytes`, or
+        grows meanwhile.
     """
-    if entry is None or entry.kind != "file" or entry.nbytes > most:
+    if entry is None or entry.kind != "file" or entry.nbytes > max_nbytes:
         return None
     descriptor = files.open(name, dir_fd=dir_fd)
     try:
@@ -357,9 +383,23 @@ def read_all(
 
 
 def copy_all(
-    files: Files, source: int, target: int, *, nbytes: int, source_offset: int, offset: int
+    files: Files,
+    source_descriptor: int,
+    target_descriptor: int,
+    *,
+    nbytes: int,
+    source_offset: int,
+    offset: int,
 ) -> None:
     """Copy a range from file to file, in the kernel if possible, otherwise through memory.
+
+    Args:
+        files: The file system.
+        source_descriptor: The file to read.
+        target_descriptor: The file to write.
+        nbytes: The size of the range.
+        source_offset: The start of the range in the source.
+        offset: The start of the range in the target.
 
     Raises:
         Truncated: The source ends before the range does.
@@ -370,9 +410,9 @@ def copy_all(
         read_offset = source_offset + copied_nbytes
         write_offset = offset + copied_nbytes
         try:
-            count = files.copy_range(
-                source,
-                target,
+            block_nbytes = files.copy_range(
+                source_descriptor,
+                target_descriptor,
                 min(missing_nbytes, MAX_WRITE_NBYTES),
                 source_offset=read_offset,
                 offset=write_offset,
@@ -380,20 +420,21 @@ def copy_all(
         except OSError as error:
             if error.errno not in COPY_FALLBACK_ERRNOS:
                 raise
-            count = 0
+            block_nbytes = 0
 
         # Before Linux 5.19, some file systems return 0 if they cannot copy. A read shows whether
         # the source really ends here.
-        if count <= 0:
-            block = platform.read_block(source, min(missing_nbytes, BLOCK_NBYTES), read_offset)
+        if block_nbytes <= 0:
+            max_nbytes = min(missing_nbytes, BLOCK_NBYTES)
+            block = platform.read_block(source_descriptor, max_nbytes, read_offset)
             if not block:
                 raise Truncated(
                     f"the source ends {missing_nbytes} bytes before the end of the range to copy",
                     offset=read_offset,
                 )
-            write_all(files, target, block, offset=write_offset)
-            count = len(block)
-        copied_nbytes += count
+            write_all(files, target_descriptor, block, offset=write_offset)
+            block_nbytes = len(block)
+        copied_nbytes += block_nbytes
 
 
 def is_temporary(name: str) -> bool:
@@ -405,15 +446,6 @@ def is_temporary(name: str) -> bool:
     (True, False)
     """
     return TEMPORARY.fullmatch(name) is not None
-
-
-def split_path(path: str) -> tuple[str, str]:
-    """Split a path into its folder and its name.
-
-    >>> split_path("/data/model.pt")
-    ('/data', 'model.pt')
-    """
-    return os.path.split(path)
 
 
 def entry_from_status(status: os.stat_result) -> FileEntry:
@@ -429,12 +461,20 @@ def entry_from_status(status: os.stat_result) -> FileEntry:
 
 
 def make_parents(path: str, *, durable: bool) -> None:
-    """Create the missing folders above a path. With `durable`, they survive a power cut."""
+    """Create the missing folders above a path, before a save creates the path itself.
+
+    If the path is a link, they are the folders above its target.
+
+    Args:
+        path: The path of the checkpoint to save.
+        durable: Whether the new folders must survive a power cut.
+    """
     is_link = False
     # A path that is too long raises here, before any of its folders is created.
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         is_link = stat.S_ISLNK(os.lstat(path).st_mode)
-    if not is_link and os.path.isdir(os.path.dirname(path.rstrip("/")) or os.curdir):
+    parent = os.path.dirname(path.rstrip("/")) or os.curdir
+    if not is_link and os.path.isdir(parent):
         return
 
     missing_folders = []
@@ -458,6 +498,7 @@ MAX_NAME_CHARACTERS = 255
 """The limit of every file system of Windows. In bytes it is no lower."""
 
 LOCK_FILE = re.compile(r"\.holdfast\.[0-9a-f]{16}\.lock")
+"""The names of the lock files of `PathFiles`."""
 
 
 def system_files() -> Files:
@@ -476,7 +517,7 @@ class OpenEntry(Struct):
 
 
 _open_entries: dict[int, OpenEntry] = {}
-"""What saves have open: files under their descriptors, directories under negative numbers."""
+"""Files that saves have open, under their descriptors, and directories, under negative numbers."""
 
 _directory_numbers = itertools.count(-2, -1)
 """-1 is left out because failed C calls return it."""
@@ -501,6 +542,10 @@ class PathFiles(Files):
     access list of its folder."""
 
     def open_directory(self, path: str, *, dir_fd: int | None = None) -> int:
+        """Look up a directory, and return a negative number that stands for its path.
+
+        Windows cannot open directories. Later calls compare the identity of the one at the path.
+        """
         self._check_process()
         # Renames find open directories by their paths, so each one must have a single spelling.
         full_path = os.path.realpath(path) if dir_fd is None else self._join_path(path, dir_fd)
@@ -525,6 +570,10 @@ class PathFiles(Files):
         return self._open_file(self._join_path(name, dir_fd), os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
     def _open_file(self, path: str, flags: int) -> int:
+        """Open a file and record its path and identity.
+
+        `rename` and `unlink` use them: Windows cannot move or remove a file that is open.
+        """
         self._check_process()
         descriptor = os.open(path, flags | OPEN_FLAGS, 0o666)
         try:
@@ -557,24 +606,33 @@ class PathFiles(Files):
         self._check_process()
         os.chmod(_get_open_entry(descriptor).path, mode)
 
-    def rename(self, source: str, target: str, *, dir_fd: int) -> None:
-        self._move(os.replace, source, target, dir_fd=dir_fd)
+    def rename(self, old_name: str, new_name: str, *, dir_fd: int) -> None:
+        self._move(os.replace, old_name, new_name, dir_fd=dir_fd)
 
-    def rename_new(self, source: str, target: str, *, dir_fd: int) -> bool:
+    def rename_new(self, old_name: str, new_name: str, *, dir_fd: int) -> bool:
         if platform.REMOVES_OPEN_FILES:
             return False
         # Only on Windows, os.rename refuses an existing target, both a file and a directory.
-        self._move(os.rename, source, target, dir_fd=dir_fd)
+        self._move(os.rename, old_name, new_name, dir_fd=dir_fd)
         return True
 
     def _move(
-        self, move: Callable[[str, str], None], source: str, target: str, *, dir_fd: int
+        self, move: Callable[[str, str], None], old_name: str, new_name: str, *, dir_fd: int
     ) -> None:
-        """Rename a path, and update the paths of open files and directories."""
-        old_path = self._join_path(source, dir_fd)
-        new_path = self._join_path(target, dir_fd)
+        """Rename a file or directory on Windows, even if this process has it open.
+
+        Args:
+            move: `os.replace`, or `os.rename` if the new name must not exist.
+            old_name: The name in the directory `dir_fd`.
+            new_name: Its new name in the same directory.
+            dir_fd: The number of the directory.
+        """
+        old_path = self._join_path(old_name, dir_fd)
+        new_path = self._join_path(new_name, dir_fd)
         _close_early(old_path)
         _retry_while_in_use(lambda: move(old_path, new_path))
+
+        # Entries that are open have new paths now: the entry itself, and everything below it.
         for entry in _open_entries.values():
             if entry.path == old_path:
                 entry.path = new_path
@@ -588,10 +646,10 @@ class PathFiles(Files):
         return False
 
     def link(
-        self, source: str, target: str, *, dir_fd: int, source_dir_fd: int | None = None
+        self, name: str, new_name: str, *, dir_fd: int, source_dir_fd: int | None = None
     ) -> None:
-        source_path = self._join_path(source, dir_fd if source_dir_fd is None else source_dir_fd)
-        os.link(os.path.normpath(source_path), self._join_path(target, dir_fd))
+        source_path = self._join_path(name, dir_fd if source_dir_fd is None else source_dir_fd)
+        os.link(os.path.normpath(source_path), self._join_path(new_name, dir_fd))
 
     def mkdir(self, name: str, *, dir_fd: int, private: bool = False) -> None:
         # `private` is ignored: since Python 3.12.4 it would set an access list, which every file in
@@ -611,7 +669,15 @@ class PathFiles(Files):
         return sorted(os.listdir(self._join_path("", descriptor)))
 
     def lock(self, descriptor: int) -> bool:
-        from hashlib import blake2b  # only Windows needs it
+        """Lock a file or directory: create a lock file beside it, and keep the lock file open.
+
+        Windows refuses to remove a lock file while its owner lives.
+
+        Returns:
+            False if another process has the lock.
+        """
+        # Only Windows needs it.
+        from hashlib import blake2b
 
         self._check_process()
         if platform.REMOVES_OPEN_FILES:
@@ -679,6 +745,7 @@ class PathFiles(Files):
 
 
 def _get_open_entry(number: int) -> OpenEntry:
+    """Return the path and identity that `PathFiles` recorded for a descriptor or a number."""
     entry = _open_entries.get(number)
     if entry is None:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -686,8 +753,10 @@ def _get_open_entry(number: int) -> OpenEntry:
 
 
 def _close_early(path: str) -> None:
-    """Close our files that have this path. Until they are closed, their numbers mean the null
-    device."""
+    """Close the files of this process that have a path. Windows cannot move or remove open files.
+
+    The number of such a file then means the null device, until the save that opened it closes it.
+    """
     for number, entry in list(_open_entries.items()):
         if number < 0 or entry.path != path:
             continue
@@ -698,14 +767,22 @@ def _close_early(path: str) -> None:
             os.close(null_descriptor)
 
 
-def _retry_while_in_use(call: Callable[[], None]) -> None:
-    """Repeat a call that Windows refuses while somebody has the file open."""
-    for pause in (*RETRY_PAUSES_S, None):
+def _retry_while_in_use(change: Callable[[], None]) -> None:
+    """Repeat a rename or a removal that Windows refuses while somebody has the file open.
+
+    A virus scanner or an indexer closes a file after a moment.
+
+    Raises:
+        OSError: With EBUSY if the file is still open after half a second.
+    """
+    for pause_s in RETRY_PAUSES_S:
         try:
-            call()
+            change()
             return
-        except PermissionError as error:
-            if pause is None:
-                message = "the file is open in this or another program; close it and try again"
-                raise OSError(errno.EBUSY, message, error.filename) from error
-            time.sleep(pause)
+        except PermissionError:
+            time.sleep(pause_s)
+    try:
+        change()
+    except PermissionError as error:
+        message = "the file is open in this or another program; close it and try again"
+        raise OSError(errno.EBUSY, message, error.filename) from error

@@ -295,16 +295,22 @@ class FileHandle(Struct):
 
     @property
     def version(self) -> Version:
+        """What identifies the version of the file on all hosts of a shared file system."""
         return self.status.st_ino, self.status.st_size, self.status.st_mtime_ns
 
     def is_same_as(self, file: OpenFile) -> bool:
         """Return whether an open file is this file, and has not been written to since."""
-        other = FileHandle(file, os.fstat(file.descriptor))
-        return other.status.st_dev == self.status.st_dev and other.version == self.version
+        status = os.fstat(file.descriptor)
+        return (
+            os.path.samestat(status, self.status)
+            and status.st_size == self.status.st_size
+            and status.st_mtime_ns == self.status.st_mtime_ns
+        )
 
 
 class LocalStore(Store):
-    """A file, a directory, or the files of a directory that match a pattern (`actor/optim_*.pt`)."""
+    """A file, a directory, or the files of a directory that match a pattern (`actor/optim_*.pt`).
+    """
 
     is_gone = False
     is_folder = False
@@ -406,7 +412,8 @@ class LocalStore(Store):
     peek = read
 
     def map(self, key: str) -> memoryview | None:
-        """Map a file into memory. None if the process may not open more files: a mapping holds one."""
+        """Map a file into memory. None if the process may not open more files: a mapping holds one.
+        """
         handle = self._open(key)
         with self._lock:
             if self._is_closed:
@@ -428,11 +435,10 @@ class LocalStore(Store):
             return handle.mapping
 
     def stamp(self, key: str) -> tuple[int, int, int]:
-        """Return the size, and the times of the last change of the content and of the status
-        (`ctime`).
+        """Return the size, and the times of the last change of the content and of the status.
 
-        Programs that restore a file reset its modification time. They cannot reset the other time.
-        """
+        Programs that restore a file can reset the time of its content (`mtime`), but not the other
+        time (`ctime`)."""
         status = self._open(key).status
         return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
@@ -441,8 +447,10 @@ class LocalStore(Store):
         return "file", os.path.realpath(self._label(key) if key else self.name)
 
     def find_changed(self) -> Keys:
-        """Return the files that were written to since they were opened, if the file system shows
-        it."""
+        """Return the files that were written to since they were opened.
+
+        A file system that stores coarse times may not show it.
+        """
         with self._lock:
             handles = dict(self._handles)
         changed_keys = []
@@ -553,7 +561,8 @@ class LocalStore(Store):
         return file
 
     def _open_by_key(self, key: str) -> OpenFile:
-        """Open a file. If the process has too many files open, close those that are kept and retry."""
+        """Open a file. If the process has too many files open, close those that are kept and retry.
+        """
         try:
             try:
                 return self._open_file(key)

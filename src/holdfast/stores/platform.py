@@ -93,6 +93,7 @@ SYNC_FILE_RANGE_WRITE = 2
 
 
 def _import_if_present(name: str) -> ModuleType | None:
+    """Return a module of the standard library, or None if this system does not have it."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -154,44 +155,34 @@ preadv: Callable[[int, list[memoryview], int], int] = getattr(os, "preadv", _rea
 """
 
 
-if HAS_PREAD:
-
-    def read_block(descriptor: int, nbytes: int, start: int) -> bytes:
-        """Read at most `nbytes` bytes from an offset; none at the end of the file."""
-        block: bytes = _os.pread(descriptor, nbytes, start)
-        return block
-
-else:
-
-    def read_block(descriptor: int, nbytes: int, start: int) -> bytes:
-        """Read at most `nbytes` bytes from an offset; none at the end of the file."""
-        with _get_position_lock(descriptor):
-            position = os.lseek(descriptor, 0, os.SEEK_CUR)
-            try:
-                os.lseek(descriptor, start, os.SEEK_SET)
-                return os.read(descriptor, nbytes)
-            finally:
-                # The descriptor may belong to a file object of the caller, which relies on it.
-                os.lseek(descriptor, position, os.SEEK_SET)
+def _seek_and_read(descriptor: int, nbytes: int, start: int) -> bytes:
+    with _get_position_lock(descriptor):
+        position = os.lseek(descriptor, 0, os.SEEK_CUR)
+        try:
+            os.lseek(descriptor, start, os.SEEK_SET)
+            return os.read(descriptor, nbytes)
+        finally:
+            # The descriptor may belong to a file object of the caller, which relies on the
+            # position.
+            os.lseek(descriptor, position, os.SEEK_SET)
 
 
-if hasattr(os, "pwrite"):
+read_block: Callable[[int, int, int], bytes] = getattr(os, "pread", _seek_and_read)
+"""Reads at most so many bytes from an offset; none at the end of the file."""
 
-    def write_some(descriptor: int, data: memoryview, offset: int) -> int:
-        """Write some of the bytes at an offset, and return how many were written."""
-        count: int = _os.pwrite(descriptor, data, offset)
-        return count
 
-else:
+def _seek_and_write(descriptor: int, data: memoryview, offset: int) -> int:
+    with _get_position_lock(descriptor):
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        return os.write(descriptor, data)
 
-    def write_some(descriptor: int, data: memoryview, offset: int) -> int:
-        """Write some of the bytes at an offset, and return how many were written."""
-        with _get_position_lock(descriptor):
-            os.lseek(descriptor, offset, os.SEEK_SET)
-            return os.write(descriptor, data)
+
+write_some: Callable[[int, memoryview, int], int] = getattr(os, "pwrite", _seek_and_write)
+"""Writes some of the bytes at an offset, and returns how many were written."""
 
 
 def _get_position_lock(descriptor: int) -> threading.Lock:
+    """Return the lock that protects the position of an open file."""
     lock = _position_locks.get(descriptor)
     if lock is None:
         # Another thread may do the same at this moment. `setdefault` gives both the same lock.
@@ -199,7 +190,14 @@ def _get_position_lock(descriptor: int) -> threading.Lock:
     return lock
 
 
-def copy_range(source: int, target: int, nbytes: int, *, source_offset: int, offset: int) -> int:
+def copy_range(
+    source_descriptor: int,
+    target_descriptor: int,
+    nbytes: int,
+    *,
+    source_offset: int,
+    target_offset: int,
+) -> int:
     """Copy some bytes from file to file in the kernel, and return how many.
 
     Raises:
@@ -207,12 +205,15 @@ def copy_range(source: int, target: int, nbytes: int, *, source_offset: int, off
     """
     if not hasattr(os, "copy_file_range"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    count: int = os.copy_file_range(source, target, nbytes, source_offset, offset)
-    return count
+    copied_nbytes: int = os.copy_file_range(
+        source_descriptor, target_descriptor, nbytes, source_offset, target_offset
+    )
+    return copied_nbytes
 
 
 def sync(descriptor: int) -> None:
-    """Wait until the bytes of a file would survive a power cut, as far as the system promises that."""
+    """Wait until the bytes of a file would survive a power cut, as far as the system promises that.
+    """
     if _fcntl is not None and _full_sync_command is not None:
         try:
             # fsync(2) of macOS hands the bytes to the disk, which may keep them in its own cache.
@@ -276,18 +277,15 @@ def unlock(descriptor: int) -> None:
         _fcntl.flock(descriptor, _fcntl.LOCK_UN)
 
 
-def change_mode(descriptor: int, mode: int) -> None:
-    """Set the permission bits of an open file."""
-    if not hasattr(os, "fchmod"):
-        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
-    os.fchmod(descriptor, mode)
+def _refuse_call(descriptor: int, *values: int) -> None:
+    raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
 
-def change_owner(descriptor: int, user: int, group: int) -> None:
-    """Set the user and the group of an open file."""
-    if not hasattr(os, "fchown"):
-        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
-    os.fchown(descriptor, user, group)
+change_mode: Callable[[int, int], None] = getattr(os, "fchmod", _refuse_call)
+"""Sets the permission bits of an open file."""
+
+change_owner: Callable[[int, int, int], None] = getattr(os, "fchown", _refuse_call)
+"""Sets the user and the group of an open file."""
 
 
 def longest_name(descriptor: int) -> int:
@@ -298,42 +296,62 @@ def longest_name(descriptor: int) -> int:
     return nbytes
 
 
-def rename_new(source: str, target: str, *, dir_fd: int) -> bool:
-    """Rename a file unless the target exists. Returns False if the system cannot do this in one
-    step."""
+def rename_new(old_name: str, new_name: str, *, dir_fd: int) -> bool:
+    """Rename a file unless the new name exists, in one step.
+
+    Returns:
+        False, without any change, if the system cannot do this.
+    """
     return _rename_with_flags(
-        source, target, dir_fd=dir_fd, linux_flags=RENAME_NOREPLACE, macos_flags=RENAME_EXCL
+        old_name, new_name, dir_fd=dir_fd, linux_flags=RENAME_NOREPLACE, macos_flags=RENAME_EXCL
     )
 
 
 def exchange(first: str, second: str, *, dir_fd: int) -> bool:
-    """Exchange two names. Returns False if the system cannot do this in one step."""
+    """Exchange two names in one step.
+
+    Returns:
+        False, without any change, if the system cannot do this.
+    """
     return _rename_with_flags(
         first, second, dir_fd=dir_fd, linux_flags=RENAME_EXCHANGE, macos_flags=RENAME_SWAP
     )
 
 
 def _rename_with_flags(
-    source: str, target: str, *, dir_fd: int, linux_flags: int, macos_flags: int
+    old_name: str, new_name: str, *, dir_fd: int, linux_flags: int, macos_flags: int
 ) -> bool:
-    # Python has neither function. glibc 2.28 and macOS 10.12 have one each, with equal parameters.
-    for name, flags in (("renameat2", linux_flags), ("renameatx_np", macos_flags)):
-        rename = c_function(name)
-        if rename is not None:
-            rename.argtypes = [
-                ctypes.c_int,
-                ctypes.c_char_p,
-                ctypes.c_int,
-                ctypes.c_char_p,
-                ctypes.c_uint,
-            ]
-            result = rename(dir_fd, os.fsencode(source), dir_fd, os.fsencode(target), flags)
-            return check_c_result(result, source, target)
+    """Call the rename function of the system that takes flags, which Python does not have.
+
+    Args:
+        old_name: The name in the directory `dir_fd`.
+        new_name: The other name in this directory.
+        dir_fd: A descriptor of the directory.
+        linux_flags: The flags of renameat2(2).
+        macos_flags: The flags of renameatx_np(2).
+
+    Returns:
+        False, without any change, if the system has no such function, or not these flags.
+    """
+    # glibc 2.28 and macOS 10.12 have one of these functions each, with equal parameters.
+    for function_name, flags in (("renameat2", linux_flags), ("renameatx_np", macos_flags)):
+        rename = c_function(function_name)
+        if rename is None:
+            continue
+        rename.argtypes = [
+            ctypes.c_int,
+            ctypes.c_char_p,
+            ctypes.c_int,
+            ctypes.c_char_p,
+            ctypes.c_uint,
+        ]
+        result = rename(dir_fd, os.fsencode(old_name), dir_fd, os.fsencode(new_name), flags)
+        return check_c_result(result, old_name, new_name)
     return False
 
 
 def reserve(descriptor: int, nbytes: int) -> bool:
-    """Allocate the disk blocks of a file. Returns False if the file system cannot."""
+    """Allocate the disk blocks of a file. Returns False if the file system cannot do this."""
     # Not os.posix_fallocate: if the file system cannot do it, glibc writes a byte into every block.
     fallocate = c_function("fallocate")
     if fallocate is None:
@@ -347,7 +365,7 @@ def reserve(descriptor: int, nbytes: int) -> bool:
 
 
 def get_file_system_type(descriptor: int) -> int:
-    """Return the type of a file system as in statfs(2) of Linux, or -1 if it is not known."""
+    """Return the type of a file system as in statfs(2) of Linux, or -1 if it is unknown."""
     # On other systems the struct is different and longer than the buffer below.
     fstatfs = c_function("fstatfs") if sys.platform == "linux" else None
     if fstatfs is None:
@@ -363,7 +381,10 @@ def get_file_system_type(descriptor: int) -> int:
 
 
 def map_private(descriptor: int, nbytes: int) -> mmap.mmap:
-    """Map the first bytes of a file into memory. Writing to it changes a private copy of the page."""
+    """Map the first bytes of a file into memory.
+
+    Writing to the memory does not change the file, only a private copy of the page.
+    """
     if not hasattr(mmap, "MAP_NORESERVE"):
         return mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY)
     flags = _mmap.MAP_PRIVATE | _mmap.MAP_NORESERVE
@@ -389,43 +410,48 @@ def allocate_unforked_memory(nbytes: int, *, large_pages: bool = True) -> mmap.m
 
 LARGE_PAGE_NBYTES = 2 << 20
 
-STRETCH_NBYTES = 8 << 20
-"""Memory for which one large page is tried. In less memory, page faults take no time worth saving.
+LARGE_PAGE_TEST_NBYTES = 8 << 20
+"""Large pages are tested after each block of this size.
+
+In less memory, page faults take no time worth saving.
 """
 
 SLOW_PAGE_NS = 800_000
-"""Clearing a large page takes 200 µs. It takes milliseconds if the kernel has to move other pages
-for it, or if the host of a virtual machine has to give the memory back; 512 small pages take 1.2
-ms."""
+"""Clearing a large page takes 200 µs. It takes milliseconds if the kernel has to move other pages,
+or if the host of a virtual machine has to give the memory back; 512 small pages take 1.2 ms."""
 
 
-def request_large_pages(places: Iterable[tuple[int, int]]) -> None:
+def request_large_pages(memory_ranges: Iterable[tuple[int, int]]) -> None:
     """Ask the kernel for large pages for memory that was not touched yet and will be overwritten.
 
     `torch.empty` does not ask, and the page faults of a gigabyte take longer than reading it: a
     load of 1 GB takes 0.17 s of processor time with large pages and 0.5 s without.
 
+    If a large page takes long, memory is scarce or fragmented. All that is left then keeps small
+    pages, which are faster.
+
     Args:
-        places: The address and the length of each piece of memory.
+        memory_ranges: The address and the size of each range of memory.
     """
     madvise = c_function("madvise") if hasattr(mmap, "MADV_HUGEPAGE") else None
     if madvise is None:
         return
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for address, nbytes in places:
-        if nbytes < STRETCH_NBYTES:
+    for address, nbytes in memory_ranges:
+        if nbytes < LARGE_PAGE_TEST_NBYTES:
             continue
-        first = -(-address // LARGE_PAGE_NBYTES) * LARGE_PAGE_NBYTES
-        last = (address + nbytes) // LARGE_PAGE_NBYTES * LARGE_PAGE_NBYTES
-        for start in range(first, last, STRETCH_NBYTES):
-            stop = min(start + STRETCH_NBYTES, last)
-            madvise(start, stop - start, mmap.MADV_HUGEPAGE)
-            began_ns = time.thread_time_ns()
-            ctypes.memset(start, 0, 1)
-            if time.thread_time_ns() - began_ns > SLOW_PAGE_NS:
-                # Memory is scarce or in small pieces. Small pages are faster for all that is left.
-                tried = start + LARGE_PAGE_NBYTES
-                madvise(tried, stop - tried, mmap.MADV_NOHUGEPAGE)
+        # Large pages start at multiples of their size.
+        first_page = -(-address // LARGE_PAGE_NBYTES) * LARGE_PAGE_NBYTES
+        stop = (address + nbytes) // LARGE_PAGE_NBYTES * LARGE_PAGE_NBYTES
+        for block_start in range(first_page, stop, LARGE_PAGE_TEST_NBYTES):
+            block_stop = min(block_start + LARGE_PAGE_TEST_NBYTES, stop)
+            madvise(block_start, block_stop - block_start, mmap.MADV_HUGEPAGE)
+            # Writing one byte makes the kernel clear the first page of the block.
+            start_ns = time.thread_time_ns()
+            ctypes.memset(block_start, 0, 1)
+            if time.thread_time_ns() - start_ns > SLOW_PAGE_NS:
+                untouched_start = block_start + LARGE_PAGE_NBYTES
+                madvise(untouched_start, block_stop - untouched_start, mmap.MADV_NOHUGEPAGE)
                 return
 
 

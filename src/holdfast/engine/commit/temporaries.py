@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from holdfast.core.runtime import at_fork, make_fork_safe, start_thread
-from holdfast.stores.files import FileEntry, Files, is_temporary, split_path, system_files
+from holdfast.stores.files import FileEntry, Files, is_temporary, system_files
 from holdfast.stores.paths import AnyPath, local_path
 
 ATTEMPTS = 100  # How often a temporary is made again because a cleaner took it; once is already a rare accident.
@@ -247,7 +247,7 @@ def _clean_one(
 def list_unfinished(path: AnyPath) -> list[str]:
     """The folders in which directories for a path are being written; also those of dead processes."""
     files = system_files()
-    parent, name = split_path(files.resolve(local_path(path).rstrip("/") or "/"))
+    parent, name = os.path.split(files.resolve(local_path(path).rstrip("/") or "/"))
     at = files.open_directory(parent)
     try:
         ours = _ours(name, suffix="tmp", longest=files.longest_name(at))
@@ -304,7 +304,7 @@ def find_recoverable(path: AnyPath) -> str | None:
     Changes nothing. More than one candidate is nobody's choice to make here: None."""
     files = system_files()
     with suppress(OSError, ValueError):
-        parent, name = split_path(files.resolve(local_path(path)))
+        parent, name = os.path.split(files.resolve(local_path(path)))
         at = files.open_directory(parent)
         try:
             if name and files.stat(name, dir_fd=at) is None:

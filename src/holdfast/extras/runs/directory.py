@@ -410,7 +410,7 @@ def _read_record(files: Files, kind: DocumentType[D], *, at: int) -> D | None:
     there = files.stat(kind.file, dir_fd=at)
     if there is None:
         return None
-    raw = read_all(files, kind.file, there, dir_fd=at, most=MOST_NBYTES)
+    raw = read_all(files, kind.file, there, dir_fd=at, max_nbytes=MOST_NBYTES)
     if raw is None:
         raise HeaderError("no plain file of a length that could be", file=kind.file)
     return decode_document(raw, kind)

@@ -164,7 +164,7 @@ def seen_writing(files: Files, *, at: int) -> Holder | None:
 def who_writes(files: Files, *, at: int) -> Holder | None:
     """The holder that the lock file names; None where there is none."""
     try:
-        raw = read_all(files, LOCK, files.stat(LOCK, dir_fd=at), dir_fd=at, most=MOST_NBYTES)
+        raw = read_all(files, LOCK, files.stat(LOCK, dir_fd=at), dir_fd=at, max_nbytes=MOST_NBYTES)
         return None if raw is None else read_document(DOCUMENT, raw)
     except (OSError, FormatError, LimitExceeded):
         return None

@@ -227,7 +227,7 @@ class DirectoryLook:
 
     def _seal(self, name: str, *, at: int) -> Seal | None:
         entry = self.files.stat(name, dir_fd=at)
-        raw = read_all(self.files, name, entry, dir_fd=at, most=LIMITS.index_nbytes)
+        raw = read_all(self.files, name, entry, dir_fd=at, max_nbytes=LIMITS.index_nbytes)
         return None if raw is None else parse_seal(raw, LIMITS)
 
     @contextmanager

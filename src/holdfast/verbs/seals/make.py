@@ -24,7 +24,7 @@ from holdfast.engine.commit.transactions import replace_file
 from holdfast.engine.file_digest import digest_file
 from holdfast.engine.threads import DEFAULT_THREADS, run_all
 from holdfast.errors import LimitExceeded, NotCommitted
-from holdfast.stores.files import FileEntry, Files, split_path, system_files
+from holdfast.stores.files import FileEntry, Files, system_files
 from holdfast.stores.paths import AnyPath, local_path
 from holdfast.verbs.seals.check import is_part
 from holdfast.verbs.seals.document import SEAL, Seal, SealedFile, encode_seal, seal_name
@@ -46,7 +46,10 @@ def unseal(src: AnyPath, *, durable: bool = True) -> bool:
             root, name = (
                 (path, SEAL)
                 if folder
-                else (split_path(path.rstrip("/"))[0], seal_name(split_path(path.rstrip("/"))[1]))
+                else (
+                    os.path.split(path.rstrip("/"))[0],
+                    seal_name(os.path.split(path.rstrip("/"))[1]),
+                )
             )
             at = files.open_directory(files.resolve(root or os.curdir))
         except FileNotFoundError:
@@ -74,7 +77,7 @@ def write_seal(
     files, limits = files or system_files(), limits or Limits()
     with not_committed_on_error("sealing", path):
         folder = is_folder(files, path)
-        root, name = (path.rstrip("/") or "/", None) if folder else split_path(path.rstrip("/"))
+        root, name = (path.rstrip("/") or "/", None) if folder else os.path.split(path.rstrip("/"))
         listing = list_files(files, path, limits) if listing is None else listing
         at = files.open_directory(files.resolve(root or os.curdir))
         try:
@@ -114,7 +117,7 @@ def list_files(files: Files, path: str, limits: Limits) -> Listing:
     """All files that are to be sealed at a path, sorted. Raises `NotCommitted` for what cannot be, and where there is nothing."""
     found: Listing = {}
     if not is_folder(files, path):
-        root, name = split_path(path.rstrip("/"))
+        root, name = os.path.split(path.rstrip("/"))
         at = files.open_directory(files.resolve(root or os.curdir))
         try:
             found[_plain_name(name, path)] = _plain(files.stat(name, dir_fd=at), path)
@@ -253,7 +256,7 @@ def _sync_folders(files: Files, root: int, listing: Listing) -> None:
 
 
 def _sync_parent(files: Files, path: str) -> None:
-    parent, _ = split_path(files.resolve(path).rstrip("/") or "/")
+    parent, _ = os.path.split(files.resolve(path).rstrip("/") or "/")
     at = files.open_directory(parent or os.curdir)
     try:
         files.sync(at)
