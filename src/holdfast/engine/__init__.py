@@ -2,7 +2,8 @@
 
 coalesce         which neighbouring ranges are read together: for everybody, by a policy for each medium
 saves            the plan of a save: every file as segments
-files            ranges of files as the storages of a table, and which of them its rows use, each once
+files            ranges of files as the storages of a table
+stored_ranges    which ranges of files the rows of a table use, each once
 table            the tensors of a state on their way to a file, as columns
 
 source           `OpenSource`: a store, its limits, and the way of its bytes into memory

@@ -1,29 +1,29 @@
-"""`FileStorages`: storages that are ranges of files, as columns; `StoredRanges`: which of them the rows of a table use.
+"""Storages that are ranges of files, as columns.
 
-A row of a table has the number of a storage, which is a range of a file. What is computed (inflated members) is a
-range of a file that a store computes, and the ranges that it is computed from.
+A row of a table (`core/table.py`) has the index of a storage. `FileStorages` has these storages:
+storage `i` is `nbytes[i]` bytes of the file `files[file_indices[i]]`, from the byte `starts[i]` on.
+An open checkpoint with a million tensors has five arrays and no object for each of its tensors.
 
-    range      0      1      2      3
-    heads      0      1      3      4      5         the rows of range i are rows[heads[i]:heads[i + 1]], ascending
-    rows       0      1  4   2      3                rows 1 and 4 are tied
-
-Ranges stand in the order of the first row that uses them. A tensor without bytes has no range.
+`tabulate` makes such a table from lazy tensors. Content that is computed from a file, such as an
+inflated record, is a range of a virtual file of the store that computes it.
 """
 
 from __future__ import annotations
 
 import copy
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import Struct, field
 
-from holdfast.core.arrays import Bools, Ints
+from holdfast.core.arrays import Ints
 from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32_each
 from holdfast.core.dtype import DTYPES, DType
-from holdfast.core.protocols import Source, Store
+from holdfast.core.protocols import Store
 from holdfast.core.table import (
     IRREGULAR,
     Column,
@@ -35,21 +35,31 @@ from holdfast.core.table import (
 )
 from holdfast.core.tensor import MAX_FILE_OFFSET, NO_CRC, FileRange, LazyTensor, StridedPosition
 from holdfast.core.value import Value
-from holdfast.engine.coalesce import MEMORY, Ranges, coalesce
+from holdfast.engine.coalesce import MEMORY, coalesce
 from holdfast.errors import Corrupted, HoldfastError, error_context
 
 if TYPE_CHECKING:
     from holdfast.engine.saves import Data
 
-UINT8 = next(row for row in DTYPES.rows if row.name == "uint8")
+UINT8 = next(dtype for dtype in DTYPES.rows if dtype.name == "uint8")
 
-
-COLUMNS = ("kinds", "kind_indices", "storage_indices", "storages", "irregular", "offsets")
+COMPUTED_COLUMNS = (
+    "kinds",
+    "kind_indices",
+    "storage_indices",
+    "storages",
+    "irregular",
+    "offsets",
+)
+"""The attributes of a `ViewTable` that are computed when one of them is first used."""
 
 
 class ViewTable(Table):
-    """A table of lazy tensors that are there already. Its columns are made when one is asked for first. Tensors in one piece of one
-    range of a file are rows over that; all others are irregular."""
+    """A table of lazy tensors that exist already, by name.
+
+    Its columns are computed when one of them is first used. A tensor that is one range of a file
+    becomes a row over that range. All other tensors become irregular rows.
+    """
 
     def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
         self.names = [*tensors]
@@ -57,501 +67,452 @@ class ViewTable(Table):
         self._was_searched = False
 
     def __getattr__(self, name: str) -> object:
-        if name not in COLUMNS:
+        """Compute all columns. Python calls this for an attribute that does not exist yet."""
+        if name not in COMPUTED_COLUMNS:
             raise AttributeError(f"a table has no {name!r}", name=name, obj=self)
-        made = tabulate(self.names, self._lazy_tensors or ())
-        # Whoever comes second makes the same.
-        self.kinds = made.kinds
-        self.kind_indices = made.kind_indices
-        self.storage_indices = made.storage_indices
-        self.storages = made.storages
-        self.irregular = made.irregular
-        self.offsets = made.offsets
-        return getattr(made, name)
+        table = tabulate(self.names, self._lazy_tensors or ())
+        # Two threads may both get here. They compute equal columns.
+        for column in COMPUTED_COLUMNS:
+            setattr(self, column, getattr(table, column))
+        return getattr(table, name)
 
     def dtype_and_shape(self, name: str) -> tuple[DType, tuple[int, ...]]:
-        view = self.lazy_tensor(self.row_indices[name])
-        return view.dtype, view.shape
+        tensor = self.lazy_tensor(self.row_indices[name])
+        return tensor.dtype, tensor.shape
 
 
-def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
-    kinds: list[RowKind] = []
-    positions: dict[object, int] = {}
-    kind: list[int] = []
-    storage: list[int] = []
-    parts: dict[
-        FileStorages, int
-    ] = {}  # Columns that rows are in, each with the number of its first storage.
-    others: list[int] = []
-    offsets: dict[int, int] = {}
-    count, first, held = 0, 0, NO_FILES
-    # No function is called for a row of a column: this is done for each of a million.
-    for row, view in enumerate(views):
-        place, traits = view.position, view.traits
-        if type(place) is FileRow and place.kind.storage_nbytes:
-            own = place.kind
-            like: object = own if own.traits is traits else (own, id(traits))
-            if like not in positions:
-                positions[like] = len(kinds)
-                kinds += (own if own.traits is traits else own.with_traits(traits),)
-            if place.storages is not held:
-                held = place.storages
-                if held not in parts:
-                    parts[held], count = count, count + len(held.starts)
-                first = parts[held]
-            kind += (positions[like],)
-            storage += (first + place.number,)
-            if place.offset:
-                offsets[row] = place.offset
-        else:
-            others += (row,)
-            kind += (0,)
-            storage += (IRREGULAR,)
-    irregular: dict[int, LazyTensor] = {}
-    single: dict[object, tuple[int, Storage, LazyTensor]] = {}
-    """Storages that are no row of a column yet. What has no bytes shares them with nobody."""
-    for row in others:
-        view = views[row]
-        traits, found = view.traits, _one_range(view)
-        if found is None:
-            irregular[row] = view
-            like = id(view.dtype), view.shape, id(traits)
-        else:
-            one, offset, strides = found.storage, found.offset, found.strides
-            inside = is_range_inside(offset, view.nbytes, one.nbytes)
-            like = (
-                id(view.dtype),
-                view.shape,
-                strides,
-                inside,
-                one.nbytes,
-                one.byteorder,
-                one.location,
-                id(traits),
-            )
-            if offset:
-                offsets[row] = offset
-            storage[row] = single.setdefault(
-                one if one.nbytes else row, (count + len(single), one, view)
-            )[0]
-        if like not in positions:
-            positions[like] = len(kinds)
-            kinds.append(
-                RowKind.from_tensor(view)
-                if found
-                else RowKind(view.dtype, view.shape, traits, view.nbytes)
-            )
-        kind[row] = positions[like]
-    columns = [*parts]
-    if single:
-        columns.append(_storages_of([(one, view) for _, one, view in single.values()]))
-    storages = columns[0] if len(columns) == 1 else JoinedStorages(columns) if columns else NO_FILES
-    if single and isinstance(storages, JoinedStorages):
-        numbers = storages.numbers_from(count)
-        storage = [number if number < count else numbers[number - count] for number in storage]
+def tabulate(names: Sequence[str], tensors: Sequence[LazyTensor]) -> Table:
+    """Describe lazy tensors as the rows of a table, without reading any data."""
+    builder = _TableBuilder(
+        kind_indices=[0] * len(tensors), storage_indices=[IRREGULAR] * len(tensors)
+    )
+    for row in builder.add_file_rows(tensors):
+        builder.add_row(row, tensors[row])
+    storages = builder.join_storages()
     return Table(
         names,
-        kinds,
-        array("q", kind),
-        array("q", storage),
+        builder.kinds,
+        array("q", builder.kind_indices),
+        array("q", builder.storage_indices),
         storages,
-        irregular,
-        offsets=offsets,
-        lazy_tensors=views,
+        builder.irregular,
+        offsets=builder.offsets,
+        lazy_tensors=tensors,
     )
 
 
-def _one_range(view: LazyTensor) -> StridedPosition | None:
-    """Where a tensor lies in one range of a file; None where it has several pieces, is computed, or is yet to be found."""
-    position = view.strided_position()
+class _TableBuilder(Struct):
+    """The columns of a table while lazy tensors are added to it.
+
+    Most tensors are rows of an open checkpoint. Its storages are taken over as they are. The storages
+    of other tensors are collected one by one, and get the indices after those.
+    """
+
+    kind_indices: list[int]
+    storage_indices: list[int]
+    kinds: list[RowKind] = field(default_factory=list)
+    irregular: dict[int, LazyTensor] = field(default_factory=dict)
+    offsets: dict[int, int] = field(default_factory=dict)
+    index_of_kind: dict[object, int] = field(default_factory=dict)
+    """The indices of `kinds`, by what tells two kinds apart."""
+    first_index: dict[FileStorages, int] = field(default_factory=dict)
+    """The storages that are taken over, each with the index of its first storage."""
+    column_count: int = 0
+    """How many storages are taken over."""
+    single_storages: dict[object, tuple[int, Storage, LazyTensor]] = field(default_factory=dict)
+    """The other storages: the index, the storage, and the first tensor over it."""
+
+    def add_file_rows(self, tensors: Sequence[LazyTensor]) -> list[int]:
+        """Add the tensors that are rows of an open checkpoint, and return the rows of the others.
+
+        There can be a million tensors, so this loop calls no function for most of them.
+        """
+        other_rows: list[int] = []
+        storages: FileStorages | None = None
+        first_index = 0
+        for row, tensor in enumerate(tensors):
+            position = tensor.position
+            if type(position) is not FileRow or not position.kind.storage_nbytes:
+                other_rows.append(row)
+                continue
+
+            if position.storages is not storages:
+                storages = position.storages
+                if storages not in self.first_index:
+                    self.first_index[storages] = self.column_count
+                    self.column_count += len(storages.starts)
+                first_index = self.first_index[storages]
+            self.storage_indices[row] = first_index + position.storage_index
+            if position.offset:
+                self.offsets[row] = position.offset
+
+            kind = position.kind
+            traits = tensor.traits
+            kind_key: object = kind if kind.traits is traits else (kind, id(traits))
+            if kind_key not in self.index_of_kind:
+                if kind.traits is not traits:
+                    kind = kind.with_traits(traits)
+                self.index_of_kind[kind_key] = len(self.kinds)
+                self.kinds.append(kind)
+            self.kind_indices[row] = self.index_of_kind[kind_key]
+        return other_rows
+
+    def add_row(self, row: int, tensor: LazyTensor) -> None:
+        """Add any tensor, as a row over one range of a file if it is one, else as irregular row."""
+        # Dtypes and traits are compared by identity, which is faster. Nearly all are the same object.
+        kind_key: object = (id(tensor.dtype), tensor.shape, id(tensor.traits))
+        position = _locate_in_file(tensor)
+        if position is None:
+            self.irregular[row] = tensor
+        else:
+            storage = position.storage
+            kind_key = (
+                kind_key,
+                position.strides,
+                is_range_inside(position.offset, tensor.nbytes, storage.nbytes),
+                storage.nbytes,
+                storage.byteorder,
+                storage.location,
+            )
+            # Tensors without bytes have nothing to share, so each gets a storage of its own.
+            storage_key: object = storage if storage.nbytes else row
+            next_index = self.column_count + len(self.single_storages)
+            single = self.single_storages.setdefault(storage_key, (next_index, storage, tensor))
+            self.storage_indices[row] = single[0]
+            if position.offset:
+                self.offsets[row] = position.offset
+
+        if kind_key not in self.index_of_kind:
+            if position is None:
+                kind = RowKind(tensor.dtype, tensor.shape, tensor.traits, tensor.nbytes)
+            else:
+                kind = RowKind.from_tensor(tensor)
+            self.index_of_kind[kind_key] = len(self.kinds)
+            self.kinds.append(kind)
+        self.kind_indices[row] = self.index_of_kind[kind_key]
+
+    def join_storages(self) -> FileStorages:
+        """Return the storages of all rows, after all of them have been added."""
+        members = [*self.first_index]
+        if self.single_storages:
+            singles = [(storage, tensor) for _, storage, tensor in self.single_storages.values()]
+            members.append(_collect_storages(singles))
+        if not members:
+            return NO_FILES
+        if len(members) == 1:
+            return members[0]
+
+        joined = JoinedStorages(members)
+        if self.single_storages:
+            # Rows of an open checkpoint may use the same ranges. Such tensors share a storage.
+            same_storages = joined.find_duplicates(self.column_count)
+            self.storage_indices = [
+                same_storages.get(index, index) for index in self.storage_indices
+            ]
+        return joined
+
+
+def _locate_in_file(tensor: LazyTensor) -> StridedPosition | None:
+    """Return where a tensor lies in one range of a file.
+
+    Returns:
+        None if the tensor has several chunks, is computed, or is not located yet; and if a file
+        claims a position so large that arithmetic with 64 bits could overflow.
+    """
+    position = tensor.strided_position()
+    # Subclasses of `Storage` find out where they lie when they are asked.
     if position is None or type(position.storage) is not Storage:
         return None
-    storage, offset = position.storage, position.offset
-    inside = (
+    storage = position.storage
+    is_addressable = (
         0 <= storage.start < MAX_FILE_OFFSET
         and storage.nbytes < MAX_FILE_OFFSET
-        and 0 <= offset <= 8 * storage.nbytes
+        and 0 <= position.offset <= 8 * storage.nbytes
+        and tensor.nbytes < MAX_FILE_OFFSET
     )
-    return position if inside and view.nbytes < MAX_FILE_OFFSET else None
+    return position if is_addressable else None
 
 
-def _storages_of(single: Sequence[tuple[Storage, LazyTensor]]) -> FileStorages:
-    files: dict[tuple[int, int, str], int] = {}
-    places: list[StoredFile] = []
+def _collect_storages(singles: Sequence[tuple[Storage, LazyTensor]]) -> FileStorages:
+    """Describe storages as columns, each with a tensor that it is named after."""
+    files: list[StoredFile] = []
+    file_index: dict[tuple[int, int, str], int] = {}
     rows: list[tuple[int, int, int, int]] = []
-    for storage, view in single:
-        key = id(view.source), id(storage.home), storage.key
-        if key not in files:
-            files[key] = len(places)
-            places.append(StoredFile(view.source, storage.key, storage.home))
-        rows.append(
-            (
-                files[key],
-                storage.start,
-                storage.nbytes,
-                NO_CRC if storage.crc32 is None else storage.crc32,
-            )
-        )
-    names, labels = [view.name for _, view in single], [storage.label for storage, _ in single]
-    return FileStorages(
-        places, *np.array(rows, np.int64).reshape(-1, 4).T, names=names, labels=labels
-    )
+    for storage, tensor in singles:
+        file_key = (id(tensor.source), id(storage.home), storage.key)
+        if file_key not in file_index:
+            file_index[file_key] = len(files)
+            files.append(StoredFile(tensor.source, storage.key, storage.home))
+        crc = NO_CRC if storage.crc32 is None else storage.crc32
+        rows.append((file_index[file_key], storage.start, storage.nbytes, crc))
+
+    columns = np.array(rows, np.int64).reshape(-1, 4).T
+    names = [tensor.name for _, tensor in singles]
+    labels = [storage.label for storage, _ in singles]
+    return FileStorages(files, *columns, names=names, labels=labels)
 
 
 class FileRow(Value, frozen=True, eq=False):
     """The position of a tensor that is a row of a table over files."""
 
     storages: FileStorages
-    number: int
+    storage_index: int
     kind: RowKind
-    offset: int = 0  # Bit of the storage where the first element lies.
+    offset: int = 0
+    """The bit of the storage where the first element lies."""
 
     def strided_position(self) -> StridedPosition:
-        storage = self.storages.storage(self.number, self.kind)
+        """Return the storage as an object, with the offset and the strides of the tensor."""
+        storage = self.storages.storage(self.storage_index, self.kind)
         return StridedPosition(storage, self.offset, self.kind.strides)
 
     def file_range(self, dtype: DType, shape: tuple[int, ...]) -> FileRange | None:
-        kind, number, own = self.kind, self.number, self.storages
-        if not kind.is_contiguous:
+        """Return the range of the file that has the elements, None if the row is not contiguous."""
+        if not self.kind.is_contiguous:
             return None
-        start = own.start_of(number) + self.offset // 8
-        crc32 = own.crcs.item(number) if kind.is_whole else NO_CRC
-        return FileRange(own.files[own.file_of(number)].key, start, kind.nbytes, crc32)
+        storages = self.storages
+        file = storages.files[storages.file_indices.item(self.storage_index)]
+        start = storages.starts.item(self.storage_index) + self.offset // 8
+        crc = storages.crcs.item(self.storage_index) if self.kind.is_whole else NO_CRC
+        return FileRange(file.key, start, self.kind.nbytes, crc)
 
 
 class FileStorages(FileColumns):
-    """Ranges of files, each with the checksum that its file records."""
+    """Ranges of files as the storages of a table, each with the checksum that its file records."""
+
+    can_read_ranges = True
 
     def __init__(
-        self, files: Sequence[StoredFile], file: Column, start: Column, nbytes: Column, crc: Column, *, names: Sequence[str],
+        self,
+        files: Sequence[StoredFile],
+        file_indices: Column,
+        starts: Column,
+        nbytes: Column,
+        crcs: Column,
+        *,
+        names: Sequence[str],
         labels: Sequence[str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
+        """Create storages from columns of one length.
+
+        Args:
+            files: The files.
+            file_indices: The index of the file of each storage.
+            starts: The first byte of each storage in its file.
+            nbytes: The length of each storage.
+            crcs: The CRC-32 that the file records of each storage; `NO_CRC` if it records none.
+            names: For each storage the name of a tensor over it, for errors.
+            labels: What each file calls its storages, by default the same as `names`.
+        """
         self.files = files
-        self.file_indices, self.starts = np.asarray(file, np.int64), np.asarray(start, np.int64)
-        self.nbytes, self.crcs = np.asarray(nbytes, np.int64), np.asarray(crc, np.int64)
+        self.file_indices = np.asarray(file_indices, np.int64)
+        self.starts = np.asarray(starts, np.int64)
+        self.nbytes = np.asarray(nbytes, np.int64)
+        self.crcs = np.asarray(crcs, np.int64)
         self.names = names
         self._labels = names if labels is None else labels
 
     def __len__(self) -> int:
         return len(self.starts)
 
-    def with_names(self, names: Sequence[str], rows: Ints, numbers: Ints) -> FileStorages:
-        """Give storages the names of tensors: `rows` are their positions in `names`, `numbers` those of their storages."""
-        copied = copy.copy(self)
+    def with_names(self, names: Sequence[str], rows: Ints, storage_indices: Ints) -> FileStorages:
+        """Return these storages, named after the tensors of another table.
+
+        Args:
+            names: The names of the tensors.
+            rows: Positions in `names`.
+            storage_indices: The storage of each of these tensors. The first tensor of a storage
+                gives it its name.
+        """
+        renamed = copy.copy(self)
         count = len(self.starts)
-        if len(rows) == len(names) == count and (numbers == rows).all():
-            copied.names = names
-            return copied
+        if len(rows) == len(names) == count and (storage_indices == rows).all():
+            # Each tensor has the storage with its own index.
+            renamed.names = names
+            return renamed
         storage_names = [""] * count
-        for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
-            storage_names[number] = storage_names[number] or names[row]
-        copied.names = storage_names
-        return copied
-
-    def file_of(self, number: int) -> int:
-        return self.file_indices.item(number)
-
-    def start_of(self, number: int) -> int:
-        return self.starts.item(number)
+        for row, index in zip(rows.tolist(), storage_indices.tolist(), strict=True):
+            storage_names[index] = storage_names[index] or names[row]
+        renamed.names = storage_names
+        return renamed
 
     @property
     def stores(self) -> tuple[Store, ...]:
-        return tuple(dict.fromkeys(place.source.store for place in self.files))
+        """The stores of the files, each once."""
+        return tuple(dict.fromkeys(file.source.store for file in self.files))
 
-    def storage(self, number: int, kind: RowKind) -> Storage:
-        place, crc = self.files[self.file_indices.item(number)], self.crcs.item(number)
+    def storage(self, storage_index: int, kind: RowKind) -> Storage:
+        """Return a storage as an object, for tensors of a kind."""
+        file = self.files[self.file_indices.item(storage_index)]
+        crc = self.crcs.item(storage_index)
         return Storage(
-            place.key, self.starts.item(number), self.nbytes.item(number), kind.byteorder, None if crc == NO_CRC else crc,
-            kind.location, self._labels[number], home=place.store,
-        )  # fmt: skip
-
-    def lazy_tensor(self, number: int, kind: RowKind, name: str, offset: int = 0) -> LazyTensor:
-        source = self.files[self.file_indices.item(number)].source
-        return LazyTensor(
-            name,
-            kind.dtype,
-            kind.shape,
-            (),
-            source,
-            kind.traits,
-            FileRow(self, number, kind, offset),
+            file.key,
+            self.starts.item(storage_index),
+            self.nbytes.item(storage_index),
+            kind.byteorder,
+            None if crc == NO_CRC else crc,
+            kind.location,
+            self._labels[storage_index],
+            home=file.store,
         )
 
-    can_read_ranges = True
+    def lazy_tensor(
+        self, storage_index: int, kind: RowKind, name: str, offset: int = 0
+    ) -> LazyTensor:
+        """Return a tensor of a kind whose first element lies at this bit of a storage."""
+        source = self.files[self.file_indices.item(storage_index)].source
+        position = FileRow(self, storage_index, kind, offset)
+        return LazyTensor(name, kind.dtype, kind.shape, (), source, kind.traits, position)
 
-    def read(self, numbers: Sequence[int]) -> list[memoryview]:
-        wanted = np.array(numbers, np.int64)
-        return self._pieces(wanted, self.starts[wanted], self.nbytes[wanted])
+    def read(self, storage_indices: Sequence[int]) -> list[memoryview]:
+        """Read whole storages, and compare their checksums."""
+        indices = np.array(storage_indices, np.int64)
+        return self._read_file_ranges(indices, self.starts[indices], self.nbytes[indices])
 
     def read_ranges(
-        self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
+        self, storage_indices: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
     ) -> list[memoryview]:
-        wanted = np.array(numbers, np.int64)
-        return self._pieces(
-            wanted, self.starts[wanted] + np.array(starts, np.int64), np.array(nbytes, np.int64)
-        )
+        """Read a range of each of these storages. The starts are counted from the storages."""
+        indices = np.array(storage_indices, np.int64)
+        file_starts = self.starts[indices] + np.array(starts, np.int64)
+        return self._read_file_ranges(indices, file_starts, np.array(nbytes, np.int64))
 
-    def _pieces(self, wanted: Ints, begins: Ints, nbytes: Ints) -> list[memoryview]:
-        """So many bytes of storages of these numbers, from these bytes of files on; neighbours by one read."""
-        pieces: list[memoryview] = [memoryview(b"")] * len(wanted)
-        order = np.lexsort((begins, self.file_indices[wanted]))
+    def _read_file_ranges(
+        self, storage_indices: Ints, starts: Ints, nbytes: Ints
+    ) -> list[memoryview]:
+        """Read ranges of files. Neighbors in a file are one read.
+
+        Args:
+            storage_indices: The storage of each range.
+            starts: The first byte of each range in its file.
+            nbytes: The length of each range.
+
+        Raises:
+            Corrupted: A storage that was read completely does not have its recorded checksum.
+        """
+        contents: list[memoryview] = [memoryview(b"")] * len(storage_indices)
+        file_indices = self.file_indices[storage_indices]
+        order = np.lexsort((starts, file_indices))
         order = order[nbytes[order] > 0]
-        for places in np.split(
-            order, np.flatnonzero(np.diff(self.file_indices[wanted[order]])) + 1
-        ):
-            if not len(places):
+        file_edges = np.flatnonzero(np.diff(file_indices[order])) + 1
+        for positions in np.split(order, file_edges):
+            if not len(positions):
                 continue
-            starts = begins[places]
-            stops = starts + nbytes[places]
-            heads = coalesce(starts, stops, MEMORY)
-            for first, last in zip(heads.tolist(), [*heads[1:].tolist(), len(places)], strict=True):
-                begin = int(starts[first])
-                own = slice(first, last)
-                place = self.files[self.file_indices[wanted[places[first]]]]
-                data = np.empty(int(stops[own].max()) - begin, np.uint8).data
-                try:
-                    place.source.store.read(place.key, begin, data)
-                except HoldfastError:
-                    self._read_each(wanted[places[own]], starts[own], stops[own], data)
-                cut = zip(
-                    places[own].tolist(), starts[own].tolist(), stops[own].tolist(), strict=True
+            stops = starts[positions] + nbytes[positions]
+            first_positions = coalesce(starts[positions], stops, MEMORY).tolist()
+            for first, last in pairwise([*first_positions, len(positions)]):
+                group = positions[first:last]
+                group_contents = self._read_neighbors(
+                    storage_indices[group], starts[group], nbytes[group]
                 )
-                for number, start, stop in cut:
-                    pieces[number] = data[start - begin : stop - begin]
-        # The checksum of a storage says nothing about a part of it.
-        recorded = np.where(nbytes == self.nbytes[wanted], self.crcs[wanted], NO_CRC)
-        if (recorded != NO_CRC).any():
-            for number, found, crc in zip(
-                wanted.tolist(), crc32_each(pieces), recorded.tolist(), strict=True
-            ):
-                if found != crc != NO_CRC:
-                    raise self._changed(number, crc, found)
-        return pieces
+                for position, content in zip(group.tolist(), group_contents, strict=True):
+                    contents[position] = content
 
-    def _read_each(self, numbers: Ints, starts: Ints, stops: Ints, data: memoryview) -> None:
-        """Read neighbouring storages one by one, so that the error names the one that cannot be read."""
-        place, begin = self.files[self.file_indices[numbers[0]]], int(starts[0])
-        for number, start, stop in zip(
-            numbers.tolist(), starts.tolist(), stops.tolist(), strict=True
-        ):
-            with error_context(tensor=self.names[number]):
-                place.source.store.read(place.key, start, data[start - begin : stop - begin])
+        # The checksum of a storage says nothing about a range of it.
+        is_complete = nbytes == self.nbytes[storage_indices]
+        recorded_crcs = np.where(is_complete, self.crcs[storage_indices], NO_CRC)
+        if (recorded_crcs != NO_CRC).any():
+            crcs = crc32_each(contents)
+            pairs = zip(storage_indices.tolist(), crcs, recorded_crcs.tolist(), strict=True)
+            for storage_index, crc, recorded_crc in pairs:
+                if recorded_crc not in (crc, NO_CRC):
+                    raise self._build_corrupted_error(storage_index, recorded_crc, crc)
+        return contents
 
-    def _changed(self, number: int, expected: int, found: int) -> Corrupted:
+    def _read_neighbors(
+        self, storage_indices: Ints, starts: Ints, nbytes: Ints
+    ) -> list[memoryview]:
+        """Read neighboring ranges of one file by one call, and return the bytes of each."""
+        file = self.files[self.file_indices.item(storage_indices.item(0))]
+        data_start = starts.item(0)
+        data_stop = (starts + nbytes).max().item()
+        data = np.empty(data_stop - data_start, np.uint8).data
+        offsets = (starts - data_start).tolist()
+        contents = [
+            data[offset : offset + count]
+            for offset, count in zip(offsets, nbytes.tolist(), strict=True)
+        ]
+        try:
+            file.source.store.read(file.key, data_start, data)
+        except HoldfastError:
+            # Read them one by one, so that the error names the tensor that cannot be read.
+            ranges = zip(storage_indices.tolist(), starts.tolist(), contents, strict=True)
+            for storage_index, start, content in ranges:
+                with error_context(tensor=self.names[storage_index]):
+                    file.source.store.read(file.key, start, content)
+        return contents
+
+    def _build_corrupted_error(self, storage_index: int, expected: int, found: int) -> Corrupted:
         return Corrupted(
-            "the source does not have the checksum that it records: it changed after it was written; get it again",
-            file=self.files[self.file_indices[number]].key,
-            tensor=self.names[number],
-            offset=int(self.starts[number]),
+            "the source does not have the checksum that it records: it changed after it was "
+            "written; get it again",
+            file=self.files[self.file_indices.item(storage_index)].key,
+            tensor=self.names[storage_index],
+            offset=self.starts.item(storage_index),
             expected=expected,
             found=found,
         )
 
-    def segment(self, number: int, label: str) -> Data | bytes:
+    def segment(self, storage_index: int, label: str) -> Data | bytes:
+        """Return the bytes of a storage as a segment of a save plan; `b""` if there are none."""
         from holdfast.engine.saves import Data  # for saving
 
-        nbytes = int(self.nbytes[number])
-        return (
-            Data(
-                self.lazy_tensor(number, RowKind.from_shape(UINT8, (nbytes,)), self.names[number]),
-                label,
-            )
-            if nbytes
-            else b""
-        )
+        nbytes = self.nbytes.item(storage_index)
+        if not nbytes:
+            return b""
+        kind = RowKind.from_shape(UINT8, (nbytes,))
+        return Data(self.lazy_tensor(storage_index, kind, self.names[storage_index]), label)
 
 
 class JoinedStorages(FileStorages):
-    def __init__(self, parts: Sequence[FileStorages]) -> None:
-        files: dict[tuple[int, int, str], tuple[int, StoredFile]] = {}
-        file: list[Ints] = []
-        for part in parts:
-            own = [((id(place.source), id(place.store), place.key), place) for place in part.files]
-            numbers = [files.setdefault(key, (len(files), place))[0] for key, place in own]
-            file.append(
-                np.array(numbers, np.int64)[part.file_indices] if len(part) else part.file_indices
-            )
-        columns = [
-            np.concatenate(column)
-            for column in zip(*((one.starts, one.nbytes, one.crcs) for one in parts), strict=True)
-        ]
-        names = [name for part in parts for name in part.names]
-        labels = [label for part in parts for label in part._labels]
-        places = [place for _, place in files.values()]
-        super().__init__(places, np.concatenate(file), *columns, names=names, labels=labels)
+    """The storages of several checkpoints, one after the other."""
 
-    def numbers_from(self, first: int) -> list[int]:
-        """The numbers from one on; in the place of one whose storage is there before it, that storage's number."""
-        numbers, starts = [*range(first, len(self))], self.starts.tolist()
-        alike = {*starts[first:]}
-        before = [number for number, start in enumerate(starts[:first]) if start in alike]
-        if before:
-            columns = self.file_indices, self.starts, self.nbytes, self.crcs
-            places = zip(*(column[before].tolist() for column in columns), strict=True)
-            known = {
-                place: number for place, number in zip(places, before, strict=True) if place[2]
-            }
-            later = zip(*(column[first:].tolist() for column in columns), strict=True)
-            numbers = [
-                known.get(place, number) for place, number in zip(later, numbers, strict=True)
-            ]
-        return numbers
+    def __init__(self, members: Sequence[FileStorages]) -> None:
+        files: list[StoredFile] = []
+        file_index: dict[tuple[int, int, str], int] = {}
+        file_columns: list[Ints] = []
+        for member in members:
+            member_files: list[int] = []
+            for file in member.files:
+                file_key = (id(file.source), id(file.store), file.key)
+                if file_key not in file_index:
+                    file_index[file_key] = len(files)
+                    files.append(file)
+                member_files.append(file_index[file_key])
+            file_columns.append(np.array(member_files, np.int64)[member.file_indices])
+
+        names: list[str] = []
+        labels: list[str] = []
+        for member in members:
+            names += member.names
+            labels += member._labels
+        super().__init__(
+            files,
+            np.concatenate(file_columns),
+            np.concatenate([member.starts for member in members]),
+            np.concatenate([member.nbytes for member in members]),
+            np.concatenate([member.crcs for member in members]),
+            names=names,
+            labels=labels,
+        )
+
+    def find_duplicates(self, first: int) -> dict[int, int]:
+        """Return for each storage from an index on the equal one before that index, if there is one."""
+        candidates = np.flatnonzero(np.isin(self.starts[:first], self.starts[first:]))
+        if not len(candidates):
+            return {}
+
+        def list_ranges(storage_indices: Ints) -> Iterator[tuple[int, ...]]:
+            columns = (self.file_indices, self.starts, self.nbytes, self.crcs)
+            return zip(*(column[storage_indices].tolist() for column in columns), strict=True)
+
+        index_of_range = dict(zip(list_ranges(candidates), candidates.tolist(), strict=True))
+        duplicates: dict[int, int] = {}
+        for index, file_range in enumerate(list_ranges(np.arange(first, len(self))), first):
+            # Storages without bytes are never shared.
+            if self.nbytes.item(index) and file_range in index_of_range:
+                duplicates[index] = index_of_range[file_range]
+        return duplicates
 
 
 NO_FILES = FileStorages([], (), (), (), (), names=())
-
-
-StorageUse = tuple[
-    int, Storage, Store
-]  # A row, one of its storages, and the store that has the bytes of that.
-
-
-class StoredRanges(Value, frozen=True, eq=False):
-    """Ranges of files, each once, with the rows that use it."""
-
-    ranges: Ranges
-    stores: Sequence[Store]  # The store of each file in `ranges.keys`.
-    crcs: Ints  # As they are recorded; `NO_CRC` where they are not.
-    heads: Ints
-    rows: Ints
-
-    def __len__(self) -> int:
-        return len(self.crcs)
-
-    @property
-    def range_indices(self) -> Ints:
-        return np.arange(len(self)).repeat(self.heads[1:] - self.heads[:-1])
-
-    def rows_of(self, number: int) -> list[int]:
-        return self.rows[self.heads.item(number) : self.heads.item(number + 1)].tolist()  # type: ignore[no-any-return]  # of integers
-
-    def in_store(self, store: Store) -> Bools:
-        return np.array([one is store for one in self.stores], np.bool_)[self.ranges.files]
-
-    def select(self, wanted: Bools) -> StoredRanges:
-        counts, kept = np.diff(self.heads), wanted[self.range_indices]
-        heads = np.append(0, np.cumsum(counts[wanted]))
-        return StoredRanges(
-            self.ranges.select(wanted), self.stores, self.crcs[wanted], heads, self.rows[kept]
-        )
-
-    def with_unused_ranges(
-        self, ranges: Sequence[tuple[int, int]], crcs: Sequence[int], *, store: Store, key: str
-    ) -> StoredRanges:
-        """All ranges, and behind them ranges (start, length) of one file that no row uses."""
-        keys, stores = [*self.ranges.keys], [*self.stores]
-        file = next(
-            (number for number, one in enumerate(stores) if one is store and keys[number] == key),
-            len(keys),
-        )
-        if file == len(keys):
-            keys.append(key)
-            stores.append(store)
-        starts, nbytes = np.array(ranges, np.int64).reshape(-1, 2).T
-        own = self.ranges
-        every = (own.files, np.full(len(starts), file)), (own.starts, starts), (own.nbytes, nbytes)
-        heads = np.append(self.heads, np.full(len(starts), self.heads[-1]))
-        joined = Ranges(keys, *(np.concatenate(pair) for pair in every))
-        return StoredRanges(
-            joined, stores, np.append(self.crcs, np.array(crcs, np.int64)), heads, self.rows
-        )
-
-    def merge_into_hosts(self, hosts: Bools) -> tuple[StoredRanges, Bools]:
-        """Ranges without a checksum that lie in a host are left out, and their rows become rows of the host; and which are left.
-        Hosts of one file do not overlap."""
-        files, starts = self.ranges.files, self.ranges.starts
-        stops = starts + self.ranges.nbytes
-        # Places of all files in one row of numbers: by their ranks, which are few enough for that.
-        edges = np.unique(starts)
-        places = files * len(edges) + np.searchsorted(edges, starts)
-        order = np.flatnonzero(hosts)
-        order = order[np.argsort(places[order])]
-        inside = np.arange(len(self))
-        single = np.flatnonzero(self.crcs == NO_CRC)
-        before = np.searchsorted(places[order], places[single], side="right") - 1
-        single, before = single[before >= 0], order[before[before >= 0]]
-        held = (files[single] == files[before]) & (stops[single] <= stops[before])
-        inside[single[held]] = before[held]
-        left = inside == np.arange(len(self))
-        heads, rows = _grouped(inside[self.range_indices], self.rows, len(self))
-        return StoredRanges(self.ranges, self.stores, self.crcs, heads, rows).select(left), left
-
-
-def _grouped(owners: Ints, rows: Ints, count: int) -> tuple[Ints, Ints]:
-    """Pairs of a range and a row by range: where the rows of each begin, and the rows, each once."""
-    order = np.lexsort((rows, owners))
-    owners, rows = owners[order], rows[order]
-    fresh = np.ones(len(rows), np.bool_)
-    fresh[1:] = (owners[1:] != owners[:-1]) | (rows[1:] != rows[:-1])
-    owners, rows = owners[fresh], rows[fresh]
-    return owners.searchsorted(np.arange(count + 1)), rows
-
-
-def find_store(source: Source, key: str) -> Store:
-    """Where the bytes of a key are: in the files, or in what inflates them."""
-    return source.store.get_underlying_store(key) or source.store
-
-
-def find_stored_ranges(table: Table, pieces: Iterable[StorageUse]) -> StoredRanges:
-    """Return the ranges that the rows of a table use, those of irregular rows as they are given.
-
-    Of one place the first checksum counts.
-    """
-    files: dict[tuple[int, str], int] = {}
-    stores: list[Store] = []
-
-    def file_of(store: Store, key: str) -> int:
-        number = files.setdefault((id(store), key), len(stores))
-        if number == len(stores):
-            stores.append(store)
-        return number
-
-    held, numbers = table.storages, np.asarray(table.storage_indices, np.int64)
-    (rows,) = (numbers != IRREGULAR).nonzero()
-    columns = [np.zeros((5, 0), np.int64)]
-    if isinstance(held, FileColumns) and len(rows):
-        own = np.array(
-            [file_of(find_store(place.source, place.key), place.key) for place in held.files],
-            np.int64,
-        )
-        numbers = numbers[rows]
-        columns.append(
-            np.stack(
-                (
-                    own[held.file_indices[numbers]],
-                    held.starts[numbers],
-                    held.nbytes[numbers],
-                    held.crcs[numbers],
-                    rows,
-                )
-            )
-        )
-    more = [
-        (
-            file_of(store, one.key),
-            one.start,
-            one.nbytes,
-            NO_CRC if one.crc32 is None else one.crc32,
-            row,
-        )
-        for row, one, store in pieces
-    ]
-    if more:
-        columns.append(np.array(more, np.int64).T)
-    every = np.concatenate(columns, axis=1)
-    every = every[:, every[2] > 0]
-    file, start, nbytes, crc, row = every
-    order = np.lexsort((row, nbytes, start, file))
-    new = np.ones(len(order), np.bool_)
-    new[1:] = (np.diff(every[:3, order], axis=1) != 0).any(axis=0)
-    first = order[new]
-    # The place of each range in the order of first rows; of one row, in the order of its pieces.
-    by_row = np.lexsort((first, row[first]))
-    ranks = np.empty(len(first), np.int64)
-    ranks[by_row] = np.arange(len(first))
-    owners = np.empty(len(order), np.int64)
-    owners[order] = ranks[new.cumsum() - 1]
-    first = first[by_row]
-    heads, users = _grouped(owners, row, len(first))
-    ranges = Ranges([key for _, key in files], file[first], start[first], nbytes[first])
-    return StoredRanges(ranges, stores, crc[first], heads, users)

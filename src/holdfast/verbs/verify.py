@@ -36,8 +36,8 @@ from holdfast.core.table import Table
 from holdfast.core.tensor import NO_CRC
 from holdfast.engine.checksums import Progress, RangeSums
 from holdfast.engine.coalesce import Ranges, find_gaps
-from holdfast.engine.files import StorageUse, StoredRanges, find_store, find_stored_ranges
 from holdfast.engine.source import OpenSource
+from holdfast.engine.stored_ranges import StorageUse, StoredRanges, find_store, find_stored_ranges
 from holdfast.engine.table import NO_TENSORS
 from holdfast.engine.threads import count_reading_threads, run_reads
 from holdfast.errors import (
@@ -580,7 +580,7 @@ class Verification:
         keys = stored.ranges.keys
         places = [file or place_at(path).file(key) for key in keys]
         is_vouched = np.array([place in self._vouched for place in places], np.bool_)
-        is_used = np.diff(stored.heads)[numbers] > 0
+        is_used = np.diff(stored.row_edges)[numbers] > 0
         is_unknown = is_counted & ~is_recorded & ~is_failed & is_used
         is_unknown &= ~is_vouched[stored.ranges.files[numbers]]
         self._unchecked_nbytes += int(nbytes[is_unknown].sum())

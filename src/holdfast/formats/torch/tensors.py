@@ -180,7 +180,7 @@ def strided_view(
     kind = strided_kind(
         dtype, shape, strides, whole.storage_nbytes, traits, whole.byteorder, whole.location, inside
     )
-    position = FileRow(row.storages, row.number, kind, first_bit)
+    position = FileRow(row.storages, row.storage_index, kind, first_bit)
     return LazyTensor("", dtype, shape, (), storage.source, traits, position)
 
 

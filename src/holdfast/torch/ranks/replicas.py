@@ -177,7 +177,8 @@ def _place(fills: Fills, at: int) -> tuple[str, int]:
     """Where a fill lies in its file: neighbours are dealt together, so that a rank reads few gaps."""
     if (row := fills.rows[at]) != IRREGULAR:
         storages, number = files_of(fills.table), fills.table.storage_indices[row]
-        return storages.files[storages.file_of(number)].key, storages.start_of(number)
+        file = storages.files[storages.file_indices.item(number)]
+        return file.key, storages.starts.item(number)
     chunk = min(
         fills.lazies[at].chunks,
         key=lambda chunk: (chunk.storage.key, chunk.storage.start),

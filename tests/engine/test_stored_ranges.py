@@ -8,8 +8,9 @@ from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.table import IRREGULAR, RowKind, StoredFile, Table
 from holdfast.core.tensor import NO_CRC
-from holdfast.engine.files import FileStorages, StoredRanges, find_stored_ranges
+from holdfast.engine.files import FileStorages
 from holdfast.engine.source import OpenSource
+from holdfast.engine.stored_ranges import StoredRanges, find_stored_ranges
 from holdfast.stores.memory import MemoryStore
 
 KEYS = ("a", "b")
