@@ -121,7 +121,9 @@ def find_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, list[
         if name not in checkpoint and not any(map(make_matcher(name), checkpoint))
     }
     found: dict[str, list[LeafNode]] = {}
-    for leaf in leaves(outline(checkpoint, split=False)) if wanted and not checkpoint.flat else ():
+    for leaf in (
+        leaves(outline(checkpoint, split=False)) if wanted and not checkpoint.is_flat else ()
+    ):
         for name, matches in wanted.items():
             if leaf.kind != "tensor" and matches(leaf.name):
                 found.setdefault(name, []).append(leaf)

@@ -274,7 +274,9 @@ def _header(checkpoint: Checkpoint, found: Survey, root: Branch) -> Line:
 def _sharing(checkpoint: Checkpoint, found: Survey) -> Iterator[Line]:
     """Lines that say which models of a package share how many bytes."""
     models = (
-        list(checkpoint.tree) if not checkpoint.flat and isinstance(checkpoint.tree, dict) else []
+        list(checkpoint.tree)
+        if not checkpoint.is_flat and isinstance(checkpoint.tree, dict)
+        else []
     )
     if len(models) < 2 or ", ".join(map(str, models)) != checkpoint.metadata.get("models"):
         return

@@ -1,4 +1,5 @@
-"""`Checkpoint`: what `open` returns. A read-only mapping of names to `LazyTensor`s, and everything around them."""
+"""`Checkpoint`: what `open` returns. A read-only mapping of names to lazy tensors, and all other
+contents of the files."""
 
 from __future__ import annotations
 
@@ -26,36 +27,46 @@ if TYPE_CHECKING:
     from holdfast.metadata import Metadata
 
 
+MAX_COMPARED_NAMES = 10_000
+"""The most names that are compared with one that does not exist, to suggest a similar one."""
+
+
 class Alias(Value, frozen=True):
-    """Names that share one storage: tied weights, or views of one buffer."""
+    """Tensors that share a storage: tied weights, or views of one buffer."""
 
     names: tuple[str, ...]
     storage: Storage
 
 
 def find_aliases(table: Table, shared: SharedRows) -> tuple[Alias, ...]:
-    """The storages that several rows of a table share, in the order of first rows."""
-    each = (
-        (shared.storage_of(number, table.lazy_tensor(rows[0]), rows[0]), rows)
-        for number, rows in shared.groups()
-    )
-    return tuple(
-        [Alias(tuple([table.names[row] for row in rows]), storage) for storage, rows in each]
-    )
+    """Return the storages that several rows of a table share, in the order of their first rows.
+
+    Args:
+        table: The tensors.
+        shared: Which of its rows share storages.
+    """
+    aliases: list[Alias] = []
+    for storage_id, rows in shared.groups():
+        first_row = rows[0]
+        storage = shared.storage_of(storage_id, table.lazy_tensor(first_row), first_row)
+        aliases.append(Alias(tuple([table.names[row] for row in rows]), storage))
+    return tuple(aliases)
 
 
-def _seen_again(
-    first: Callable[[Source], Checkpoint],
-    through: Callable[[Checkpoint], Checkpoint],
+def _reopen_and_transform(
+    reopen: Callable[[Source], Checkpoint],
+    transform: Callable[[Checkpoint], Checkpoint],
     source: Source,
 ) -> Checkpoint:
-    return through(first(source))
+    """Open a checkpoint that arrived in another process, and describe it in another way again."""
+    return transform(reopen(source))
 
 
 class Checkpoint(Mapping[str, LazyTensor]):
-    """An open checkpoint. Use it as a mapping, and as a context manager that closes the files behind it.
+    """An open checkpoint: a read-only mapping of names to lazy tensors.
 
-    The mapping has the tensors by name, as `LazyTensor`s. `tree` has all values, as they were saved.
+    Use it as a context manager, which closes the files. Opening reads headers and indexes. The data
+    of a tensor is read when you call a method that needs it.
 
     Attributes:
         path: The path or URL that was opened.
@@ -67,6 +78,13 @@ class Checkpoint(Mapping[str, LazyTensor]):
         notes: Sentences about what is unusual in this file.
         non_model_keys: Keys at the top of the tree that do not belong to the model, such as the
             optimizer.
+
+    Examples:
+        >>> import holdfast
+        >>> with holdfast.open("model.safetensors") as checkpoint:
+        ...     print(checkpoint["layers.0.weight"].shape)
+        ...     row = checkpoint["layers.0.weight"][0].numpy()  # reads one row
+        (4, 3)
     """
 
     def __init__(
@@ -74,39 +92,53 @@ class Checkpoint(Mapping[str, LazyTensor]):
         source: Source,
         description: Description,
         *,
-        again: Callable[[Source], Checkpoint] | None = None,
+        reopen: Callable[[Source], Checkpoint] | None = None,
     ) -> None:
-        """`again` makes the checkpoint out of its source where that arrives in another process; a function of a module."""
-        self._again = again
+        """Make a checkpoint of its description. To open files, call `holdfast.open`.
+
+        Args:
+            source: The open files.
+            description: What a format found in them.
+            reopen: Makes the checkpoint of its source again in another process that receives the
+                checkpoint as a pickle. It must be a function of a module.
+        """
+        self._reopen = reopen
         self._description = description
-        self.source = source
-        """What its tensors are read from."""
-        self.path = source.store.name
-        """What was opened."""
-        self.stored: Table = description.tensors
-        """The tensors as the format has them: a table, which knows where they lie without making one (`core/table.py`)."""
-        self.flat = description.tree is description.tensors
-        """Whether there is nothing but tensors under their names: then `tree` makes all of them, and `stored` none."""
-        self.format = description.format
-        """The name of the format."""
-        self.foreign = description.foreign
-        """Globals that the file mentioned and that were not built."""
-        self.notes: tuple[str, ...] = (*description.notes_on_blocks, *description.notes)
-        """Sentences about what is odd in this file."""
-        self.notes_on_numbers = description.notes
-        """The notes without those about quantised blocks, for whoever reads the numbers that the blocks stand for."""
-        self.usual_format = description.usual_format
-        """The format in which others expect it, where nothing else is said: that of the layout that a map gave it."""
-        self.torch_dist = description.torch_dist
-        """Whether it is in Megatron's layout, by a map: then two small files belong to it."""
-        self.non_model_keys = description.non_model_keys
-        """Keys at the top of the tree that are no part of the model, where the format knows: the optimizer, the state of a run."""
-        self.metadata = description.metadata
-        """Text that the file carries about itself: `metadata["format"]`. What it says of its tensors is `describe()`."""
         self._aliases: tuple[Alias, ...] | None = None
         self._tree: object = None
 
+        self.source = source
+        """The open files, which the tensors are read from."""
+        self.path = source.store.name
+        """The path or URL that was opened."""
+        self.stored: Table = description.tensors
+        """The tensors as columns. They are available without making a lazy tensor for each."""
+        self.is_flat = description.tree is description.tensors
+        """Whether the checkpoint has tensors under their names and nothing else."""
+        self.format = description.format
+        """The name of the format."""
+        self.foreign = description.foreign
+        """The globals that a pickle mentions and that were not built."""
+        self.notes: tuple[str, ...] = (*description.notes_on_blocks, *description.notes)
+        """Sentences about what is unusual in this file."""
+        self.notes_on_numbers = description.notes
+        """The notes that remain true if quantization blocks are read as the numbers they encode."""
+        self.usual_format = description.usual_format
+        """The format in which other programs expect the tensors, if a layout map knows it."""
+        self.torch_dist = description.torch_dist
+        """Whether the names are those of Megatron. A save then adds two small files for it."""
+        self.non_model_keys = description.non_model_keys
+        """Keys at the top of the tree that do not belong to the model, such as the optimizer."""
+        self.metadata = description.metadata
+        """Text that the file contains about itself."""
+
     def __getitem__(self, name: str) -> LazyTensor:
+        """Return a tensor by its name. Nothing is read.
+
+        Raises:
+            NoSuchTensor: No tensor has this name. The message suggests similar names.
+            BadArgumentType: The name is not hashable, such as a list of names.
+        """
         try:
             return self._description.tensors[name]
         except TypeError:
@@ -118,7 +150,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             ) from None
         except KeyError:
             raise NoSuchTensor(
-                self._missing(name), file=self.path, tensor=None, found=name
+                self._describe_missing_name(name), file=self.path, tensor=None, found=name
             ) from None
 
     def __iter__(self) -> Iterator[str]:
@@ -135,179 +167,238 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
-        trace: TracebackType | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close the files. Arrays that were read stay valid; lazy tensors raise `Closed` from now on."""
+        """Close the files.
+
+        Arrays that were read stay valid. Lazy tensors of this checkpoint raise `Closed` when they
+        are read.
+        """
         self.source.store.close()
 
     def without_lazy_tensors(self) -> Checkpoint:
-        """This checkpoint without lazy tensors that were made already, for a caller that reads its columns."""
-        found = self._description
-        table = found.tensors.without_lazy_tensors()
-        if not self.flat or table is found.tensors:
+        """Return this checkpoint without lazy tensors that exist already.
+
+        A verb that uses the columns of a flat checkpoint needs no lazy tensors, and saves their
+        memory.
+        """
+        description = self._description
+        table = description.tensors.without_lazy_tensors()
+        if not self.is_flat or table is description.tensors:
             return self
-        return Checkpoint(self.source, replace(found, tensors=table, tree=table), again=self._again)
+        return Checkpoint(
+            self.source, replace(description, tensors=table, tree=table), reopen=self._reopen
+        )
 
     def with_description(
-        self, description: Description, through: Callable[[Checkpoint], Checkpoint]
+        self, description: Description, transform: Callable[[Checkpoint], Checkpoint]
     ) -> Checkpoint:
-        """The files of this checkpoint under another description, which `through` makes of this checkpoint."""
-        again = None if self._again is None else partial(_seen_again, self._again, through)
-        return Checkpoint(self.source, description, again=again)
+        """Return a checkpoint of the same files that describes them in another way.
+
+        Args:
+            description: The tensors and values of the new checkpoint, such as renamed tensors.
+            transform: Makes the new checkpoint of this one. It is called in another process that
+                receives the new checkpoint as a pickle. It must be picklable itself.
+        """
+        reopen = None
+        if self._reopen is not None:
+            reopen = partial(_reopen_and_transform, self._reopen, transform)
+        return Checkpoint(self.source, description, reopen=reopen)
 
     @property
     def tree(self) -> AnyValue:
-        """The whole nested state, with `LazyTensor` leaves and `Opaque` nodes in place of what was not built."""
+        """All values, nested as they were saved.
+
+        Its tensors are lazy tensors. Objects of classes that Holdfast does not build are `Opaque`.
+        """
         if self._tree is None:
-            # A flat format has nothing but its tensors and makes them when asked; whoever wants the tree wants a dict.
-            self._tree = dict(self._description.tensors) if self.flat else self._description.tree
+            if self.is_flat:
+                # The table of a flat format makes its lazy tensors on request. A tree has them all.
+                self._tree = dict(self._description.tensors)
+            else:
+                self._tree = self._description.tree
         return self._tree
 
     def model_names(self, prefix: str = "") -> list[str]:
-        """The names that begin so, without the `non_model_keys`, unless the prefix leads there."""
-        left = tuple(f"{key}." for key in self.non_model_keys if not prefix.startswith(f"{key}."))
-        return [
-            name
-            for name in self
-            if name.startswith(prefix) and not (left and name.startswith(left))
-        ]
+        """Return the names of the tensors of the model.
+
+        Args:
+            prefix: Return only names that start with it. With the prefix of a non-model key, such
+                as `optimizer.`, the tensors of that key are returned as well.
+        """
+        skipped_prefixes = tuple(
+            [f"{key}." for key in self.non_model_keys if not prefix.startswith(f"{key}.")]
+        )
+        names = [name for name in self if name.startswith(prefix)]
+        if skipped_prefixes:
+            names = [name for name in names if not name.startswith(skipped_prefixes)]
+        return names
 
     def describe(self) -> Metadata:
-        """Every tensor with its boxes and every other value, as `holdfast.metadata` has them for any format; reads nothing."""
+        """Describe all tensors, with their boxes, and all other values. Nothing is read.
+
+        Returns:
+            The same kind of `holdfast.metadata.Metadata` for every format.
+        """
         metadata: Metadata = find_hook("metadata_of")(
-            self, stored_nbytes=self.stored_nbytes, flat=self.flat
+            self, stored_nbytes=self.stored_nbytes, flat=self.is_flat
         )
         return metadata
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes of all files of the checkpoint: what bounds the cost of showing it."""
+        """The size of all files of the checkpoint in bytes."""
         store = self.source.store
         return sum(map(store.size, store.list()))
 
     @property
     def aliases(self) -> tuple[Alias, ...]:
-        """Which names share a storage; names that stand alone are not listed."""
+        """The storages that several tensors share, each with the names of its tensors."""
         if self._aliases is None:
-            from holdfast.core.sharing import (
-                find_shared_rows,  # reading one tensor needs none of it
-            )
+            # Imported here, because a program that reads one tensor does not need it.
+            from holdfast.core.sharing import find_shared_rows
 
-            self._aliases = find_aliases(
-                self.stored, find_shared_rows([self.stored], stored_aliases=True)
-            )
+            shared_rows = find_shared_rows([self.stored], stored_aliases=True)
+            self._aliases = find_aliases(self.stored, shared_rows)
         return self._aliases
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensor data in the file; what is shared counts once."""
+        """The size of the tensor data in bytes. A storage that tensors share counts once."""
         from holdfast.core.sharing import find_shared_rows
 
         return find_shared_rows([self.stored]).total_nbytes()
 
     def read(self, *names: str | Iterable[str]) -> dict[str, np.ndarray]:
-        """Read several tensors (all of them when none is named) in parallel, with neighbouring reads merged.
+        """Read several tensors at once, in parallel.
 
-        Names may be given one by one, or as a list of them.
+        This is much faster than reading one tensor after the other.
+
+        Args:
+            names: The names of the tensors, one by one or as lists. By default all tensors are
+                read.
+
+        Returns:
+            The arrays by name, in the order of the names.
+
+        Raises:
+            NoSuchTensor: No tensor has one of the names.
+            LimitExceeded: The arrays would take much more memory than is stored.
+            HoldfastError: A tensor cannot be read.
+
+        Examples:
+            >>> arrays = checkpoint.read("layers.0.weight", "layers.0.bias")
+            >>> arrays["layers.0.bias"]
+            array([0., 0., 0.], dtype=float32)
         """
         from holdfast.core.sharing import check_expansion
 
         table = self._description.tensors
-        wanted: Sequence[str] = table.names
-        rows: Sequence[int] = range(len(wanted))
+        requested_names: Sequence[str] = table.names
+        rows: Sequence[int] = range(len(requested_names))
         if names:
-            wanted = [
-                name
-                for given in names
-                for name in ([given] if isinstance(given, str) else check_patterns(given, "names="))
-            ]
-            for name in wanted:
+            requested_names = _flatten_names(names)
+            for name in requested_names:
                 if not isinstance(name, Hashable) or name not in table.row_indices:
-                    self[name]  # raises
-            rows = [table.row_indices[name] for name in wanted]
+                    self[name]  # Raises the error for this name.
+            rows = [table.row_indices[name] for name in requested_names]
         check_expansion(table, rows)
-        return dict(zip(wanted, table.read_arrays(rows), strict=True))
+        return dict(zip(requested_names, table.read_arrays(rows), strict=True))
 
     def digests(self) -> dict[str, Digest]:
-        """What each tensor holds, independent of format, sharding and strides.
+        """Return the dtype, the shape and the CRC-32 of each tensor.
 
-        Where the file records the checksum of exactly a tensor's bytes, that is taken at its word and nothing is read.
+        Equal tensors have equal digests, in whatever format, sharding or strides they are stored.
+        Tensors whose checksum is recorded in the file are not read.
         """
         table = self.stored
-        known = table.recorded_crcs()
-        rows = [
-            row
-            for row, kind in enumerate(table.kind_indices)
-            if row not in known and not table.kinds[kind].traits.meta
-        ]
-        known |= dict(
-            zip(rows, self.source.digest([table.lazy_tensor(row) for row in rows]), strict=True)
-        )
-        outlines = [canonicalize(kind.dtype, kind.shape) for kind in table.kinds]
-        each = enumerate(zip(table.names, table.kind_indices, strict=True))
-        return {name: Digest(*outlines[kind], known.get(row)) for row, (name, kind) in each}
+        row_crcs = table.recorded_crcs()
+        unknown_rows: list[int] = []
+        for row, kind_index in enumerate(table.kind_indices):
+            if row not in row_crcs and not table.kinds[kind_index].traits.meta:
+                unknown_rows.append(row)
+        tensors = [table.lazy_tensor(row) for row in unknown_rows]
+        row_crcs.update(zip(unknown_rows, self.source.digest(tensors), strict=True))
+
+        kinds = [canonicalize(kind.dtype, kind.shape) for kind in table.kinds]
+        digests: dict[str, Digest] = {}
+        for row, (name, kind_index) in enumerate(zip(table.names, table.kind_indices, strict=True)):
+            dtype, shape = kinds[kind_index]
+            digests[name] = Digest(dtype, shape, row_crcs.get(row))
+        return digests
 
     def digest(self) -> str:
-        """What all tensors hold under their names, as 32 hexadecimal digits: equal for equal content in every format."""
+        """Return one digest of all tensors and their names, as 32 hexadecimal digits.
+
+        Checkpoints with equal tensors have equal digests, in whatever format they are stored.
+        Tensors whose checksum is recorded in the file are not read.
+        """
         return combine_digests(self.digests())
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the path: the checkpoint is opened again where it arrives. `Replaced` where another is there by then."""
-        if self._again is None:
+        """Pickle the path. The process that receives it opens the files again.
+
+        It raises `Replaced` if the files are not the same any more.
+        """
+        if self._reopen is None:
             raise Unsupported(
                 "this checkpoint cannot be sent to another process; open it there", file=self.path
             )
-        return self._again, (self.source,)
+        return self._reopen, (self.source,)
 
     def __copy__(self) -> Checkpoint:
         return self
 
     def __deepcopy__(self, memo: object) -> Checkpoint:
-        """Itself: it is read-only, and a copy would be the same files once more."""
+        """Return this checkpoint. It is read-only, so a copy is not needed."""
         return self
 
     def _repr_html_(self) -> str:
-        from holdfast.core.notebook import ROWS, Bar, render_card, render_table
+        from holdfast.core.notebook import MAX_ROWS, Bar, render_card, render_table
         from holdfast.core.order import sort_naturally
         from holdfast.core.text import format_nbytes
 
-        first = [self[name] for name in sort_naturally(self)[:ROWS]]
-        largest = max((tensor.nbytes for tensor in first), default=0) or 1
-        rows = [
-            (
-                tensor.name,
-                tensor.dtype.name,
-                str(list(tensor.shape)),
-                Bar(format_nbytes(tensor.nbytes), tensor.nbytes / largest),
-            )
-            for tensor in first
-        ]
+        tensors = [self[name] for name in sort_naturally(self)[:MAX_ROWS]]
+        max_nbytes = max([1, *[tensor.nbytes for tensor in tensors]])
+        rows: list[tuple[str | Bar, ...]] = []
+        for tensor in tensors:
+            size = Bar(format_nbytes(tensor.nbytes), tensor.nbytes / max_nbytes)
+            rows.append((tensor.name, tensor.dtype.name, str(list(tensor.shape)), size))
+
         facts = [
             ("format", self.format),
             ("tensors", f"{len(self):,}"),
             ("foreign objects", f"{len(self.foreign):,}"),
         ]
-        return render_card(
-            self.path,
-            facts,
-            tables=[render_table(("name", "dtype", "shape", "size"), rows, len(self))],
-        )
+        columns = ("name", "dtype", "shape", "size")
+        return render_card(self.path, facts, tables=[render_table(columns, rows, len(self))])
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path!r} {self.format}, {len(self):,} tensors>"
 
-    def _missing(self, name: str) -> str:
+    def _describe_missing_name(self, name: str) -> str:
+        """Return the message for a name that no tensor has. It suggests up to three names."""
         import difflib
 
-        near = difflib.get_close_matches(str(name), list(self)[:10_000], n=3, cutoff=0.6)
-        hint = (
-            f"; did you mean {' or '.join(map(repr, near))}?"
-            if near
-            else f"; it has {len(self):,} tensors"
-        )
-        return f"no tensor called {name!r}{hint}"
+        # Comparing a name with very many others would take seconds.
+        names = list(self)[:MAX_COMPARED_NAMES]
+        similar_names = difflib.get_close_matches(str(name), names, n=3, cutoff=0.6)
+        if not similar_names:
+            return f"no tensor called {name!r}; it has {len(self):,} tensors"
+        return f"no tensor called {name!r}; did you mean {' or '.join(map(repr, similar_names))}?"
+
+
+def _flatten_names(names: Iterable[str | Iterable[str]]) -> list[str]:
+    """Return names that were passed one by one or as lists, as one list."""
+    flat_names: list[str] = []
+    for name_or_names in names:
+        if isinstance(name_or_names, str):
+            flat_names.append(name_or_names)
+        else:
+            flat_names += check_patterns(name_or_names, "names=")
+    return flat_names

@@ -19,11 +19,11 @@ from holdfast.core.order import sort_naturally
 from holdfast.core.text import clip, escape, format_nbytes
 from holdfast.core.value import Value
 
-ROWS = 50
+MAX_ROWS = 50
 
-COLUMNS = 14
+MAX_COLUMNS = 14
 
-LONGEST = 120
+MAX_CHARACTERS = 120
 
 
 class Bar(Value, frozen=True):
@@ -41,7 +41,7 @@ FAINT = "opacity:.65"
 CELL = "padding:.15em .8em .15em 0;text-align:left;white-space:nowrap;vertical-align:top"
 
 
-def render_text(value: str, limit: int = LONGEST) -> str:
+def render_text(value: str, limit: int = MAX_CHARACTERS) -> str:
     """Text out of a file, as HTML.
 
     >>> render_text("<b>\\u202e")
@@ -60,7 +60,7 @@ def render_card(title: str, facts: Iterable[tuple[str, str]], *, tables: Iterabl
 
 
 def render_table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], total: int) -> str:
-    shown = [row for row, _ in zip(rows, range(ROWS), strict=False)]
+    shown = [row for row, _ in zip(rows, range(MAX_ROWS), strict=False)]
     head = "".join(
         f'<th style="{CELL};font-weight:normal;{FAINT}">{render_text(column)}</th>'
         for column in columns
@@ -177,8 +177,8 @@ def _rows(name: str, value: object) -> str:
         value = tuple((str(key), item) for key, item in value.items())
     if not isinstance(value, tuple | list) or not value:
         return ""
-    some = [_flat(item) for item in value[:ROWS]]
-    columns = list(dict.fromkeys(column for row in some for column in row))[:COLUMNS]
+    some = [_flat(item) for item in value[:MAX_ROWS]]
+    columns = list(dict.fromkeys(column for row in some for column in row))[:MAX_COLUMNS]
     largest = {
         column: max((_size(row.get(column)) for row in some), default=0.0) for column in columns
     }

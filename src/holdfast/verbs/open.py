@@ -160,7 +160,7 @@ def _described(source: Source, *, plugins: bool = True) -> Checkpoint:
                 format = detect(source, plugins=plugins)
             except UnknownFormat as error:
                 raise _with_steps(error, source) from None
-            return Checkpoint(source, format.describe(source), again=_described)
+            return Checkpoint(source, format.describe(source), reopen=_described)
     except HoldfastError as error:
         if error.file is None:
             error.file = store.name

@@ -50,8 +50,8 @@ class Side(Value, frozen=True):
     def of(cls, checkpoint: Checkpoint) -> Side:
         """All of a checkpoint. Of a flat one, no lazy tensor stays."""
         tensors = checkpoint.stored
-        tree: object = {} if checkpoint.flat else checkpoint.tree
-        flat = checkpoint.flat or _flat(tree, tensors)
+        tree: object = {} if checkpoint.is_flat else checkpoint.tree
+        flat = checkpoint.is_flat or _flat(tree, tensors)
         if flat:
             tensors, tree = (
                 tensors.without_lazy_tensors(),

@@ -27,7 +27,7 @@ def test_a_plain_dict_of_tensors_is_flat(tmp_path, legacy):
     path, state = tmp_path / "a.pt", {"b": torch.ones(2), "a.c": torch.nn.Parameter(torch.zeros(3))}
     torch.save(state, path, _use_new_zipfile_serialization=not legacy)
     with holdfast.open(path) as found:
-        assert found.flat
+        assert found.is_flat
         assert type(found.tree) is dict
         assert [*found.tree] == ["b", "a.c"]
         assert all(found.tree[name] is found[name] for name in found)
@@ -52,7 +52,7 @@ one = torch.ones(2)
 )
 def test_what_is_more_than_that_keeps_its_tree(tmp_path, state):
     with kept(tmp_path, state) as found:
-        assert not found.flat
+        assert not found.is_flat
         assert found.without_lazy_tensors() is found
 
 
@@ -67,7 +67,7 @@ def test_a_flat_checkpoint_lets_go_of_its_tensors(tmp_path):
     assert {name: array.tolist() for name, array in columns.read().items()} == {
         f"layers.{at}.w": [at] * 4 for at in range(10)
     }
-    assert columns.flat
+    assert columns.is_flat
     columns.close()
 
 

@@ -124,7 +124,7 @@ def mapped(
         f"seen through the map {bound.what}: {pluralize(len(bound.targets), 'tensor')} of {bound.used:,}",
         *bound.left_out(),
     ]
-    if not checkpoint.flat:
+    if not checkpoint.is_flat:
         notes.append("left out: values that are not tensors, because a map converts tensors only")
     decoded = sum(
         kind.traits.blocks is not None

@@ -79,7 +79,7 @@ def tabulate_state(
         return tabulate_tree(state_dicts(state), metadata=metadata, limits=limits, arrays="tensors")
     # What a torch file says about itself (its version, its byte order) is true of that file only.
     texts = {**(state.metadata if format_of(state.format).metadata else {}), **(metadata or {})}
-    if state.flat:
+    if state.is_flat:
         return flat_state(mark_uncopyable_rows(state.stored), texts)
     tree, left = model_of(state, whole=whole)
     made = tabulate_tree(tree, metadata=texts, limits=limits)
