@@ -1,7 +1,8 @@
-"""The seams between layers: what a store and a source must offer, and what a format makes of them.
+"""What the layers of Holdfast expect of each other: stores, sources, and what formats return.
 
-A `Store` holds bytes under keys. A `Source` is a store opened for reading, with the limits that hold for it and the engine that
-moves its bytes. A format turns a source into a `Description`, reading headers, indexes and pickles and never tensor data.
+A `Store` has bytes under keys: a directory, a bucket, memory. A `Source` is a store that is open for
+reading, with limits. A format turns a source into a `Description`: it reads headers, indexes and
+pickles, and never the data of tensors. A `State` is what a caller saves.
 """
 
 from __future__ import annotations
@@ -23,257 +24,309 @@ if TYPE_CHECKING:
     from holdfast.core.placement_rules import PlacementRule
     from holdfast.core.table import ContiguousRows, Table
     from holdfast.core.tensor import LazyTensor
+else:
+    # `help()` evaluates the annotations of a struct, so each name needs a value. The modules above
+    # import this one and cannot be imported here.
+    Leaves = LazyTensor = Table = object
 
 Stamp = tuple[object, ...]
-"""What changes when content does: of a file its length and the time of the last write, of an object its etag. Plain values, which
-JSON can hold; empty where a store cannot tell."""
+"""Identifies a version of the content: size and modification time of a file, ETag of an object.
+
+It has plain values that JSON can store. It is empty if a store cannot identify versions."""
 
 
 class ReadProfile(Value, frozen=True):
-    """How the bytes of a store are best read. A file on this machine is the plain case."""
+    """Describes how the bytes of a store are best read. The defaults are for a local file."""
 
     is_in_memory: bool = False
-    """Whether the bytes are in this process's memory, so that reading them is no more than looking (`Store.map`)."""
+    """Whether the bytes are in the memory of this process, where `Store.map` returns them."""
     block_nbytes: int = 0
-    """The preferred size of a read, of a GPU or a network; 0 where the reader chooses."""
+    """The preferred size of a read, for a GPU or a network. 0 if the reader may choose it."""
     is_sequential: bool = False
-    """Whether it is read by one thread, from front to back: going back may mean to begin again at the start."""
+    """Whether one thread has to read front to back. Going back may mean to start over."""
     is_exact: bool = False
-    """Whether only the ranges that are needed may be read: a longer read may have zeros where a shorter one has content."""
+    """Whether a read must not contain bytes that nobody asked for. They may be zeros, although a
+    read that asks for them would return their content."""
     request_count: int = 0
-    """How many reads are to be under way at once, because each waits for a network; 0 for a local store."""
+    """How many reads should run at once, because each waits for a network. 0 for a local store."""
 
     @property
     def is_file(self) -> bool:
-        """Whether any range can be read at any time by one system call."""
-        return not (
-            self.is_in_memory or self.block_nbytes or self.is_sequential or self.request_count
-        )
+        """Whether one system call can read any range at any time."""
+        is_remote = bool(self.block_nbytes or self.request_count)
+        return not (self.is_in_memory or self.is_sequential or is_remote)
 
 
 FILE_PROFILE = ReadProfile()
+"""The profile of a local file."""
 
 
 class Store:
-    """A place where bytes live under keys. Methods may be called from several threads at once. What others want to know of a store
-    it says itself, so that nobody asks of which class it is. Here stands what one says that has nothing to say: it is a file, and
-    nobody knows whether its content changes."""
+    """The base class of stores, which have bytes under keys.
+
+    Other code never checks the class of a store. It calls the methods of this class, whose defaults
+    are those of a file that never changes. Several threads may call methods at once.
+    """
 
     name: str
-    """What a person would call it: the path that was opened."""
+    """The path or URL that the user opened."""
     read_profile: ReadProfile = FILE_PROFILE
     index: str = ""
-    """The index of a Hugging Face folder by which the user opened it; empty if the user named the folder."""
+    """The index file of a Hugging Face folder, if the user opened that file. Otherwise empty."""
     reading: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Opens a block of many reads. What has to be done after a read may wait for the last one."""
+    """Opens a context for many reads. A store can postpone work after a read to the end of it."""
 
     @property
     def is_gone(self) -> bool:
-        """Whether something was missing that had been there: what was found here is not to be relied on."""
+        """Whether a file disappeared that was there before, so that results are not reliable."""
         return False
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a directory, be it of one file: what it lacks may lie beside what it has."""
+        """Whether this is a directory, even if it has only one file."""
         return False
 
     @property
     def single_key(self) -> str | None:
-        """The only key; None where there are several, or none."""
+        """The only key. None if there are several keys, or none."""
         keys = self.list()
         return keys[0] if len(keys) == 1 else None
 
     def get_folder_store(self) -> Store | None:
-        """The folder that a single file lies in, for formats that have further files there. None if it is not known.
+        """Return the folder that contains a single file, for formats that use its other files.
 
-        It is closed with this store.
+        Closing this store closes the folder as well.
+
+        Returns:
+            The folder. This store itself, if it is a folder. None if the folder is not known.
         """
         return self if self.is_folder else None
 
     def has_key(self, key: str) -> bool:
-        """Whether there is something under a key. To ask for one may cost less than to list all."""
+        """Return whether a key exists. In an object store this is cheaper than a listing."""
         return key in self.list()
 
     def expect_size(self, key: str, nbytes: int) -> bool:
-        """Take note of what an index says of a key. True where it is compared when the key is read first; else ask for `size`."""
+        """Record the size that an index states for a key.
+
+        Returns:
+            True if the store will compare it when the key is first read. False if the caller has to
+            compare it with `size`.
+        """
         return False
 
     def can_read_sibling(self, key: str) -> bool:
-        """Whether a key of a sibling folder (`core.keys.parse_sibling_key`) can be read. Objects have no second names, so
-        a checkpoint in a bucket names what it has in common with one beside it where that is."""
+        """Return whether a key in a folder beside this one can be read.
+
+        Checkpoints in a bucket share files through such keys (`core.keys.parse_sibling_key`),
+        because objects cannot have a second name like files.
+        """
         return False
 
     def list(self) -> Sequence[str]:
-        """Every key, sorted."""
+        """Return all keys, sorted."""
         raise NotImplementedError
 
     def size(self, key: str) -> int:
-        """Bytes under a key. Raises `StoreError` where there is no such key."""
+        """Return the number of bytes under a key. Raises `StoreError` if it does not exist."""
         raise NotImplementedError
 
     def read(self, key: str, start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes from `start` on. Raises `Truncated` where they end too early."""
+        """Fill `out` with the bytes from `start` on. Raises `Truncated` if there are too few."""
         raise NotImplementedError
 
     def peek(self, key: str, start: int, out: memoryview) -> None:
-        """`read`, of something short with more to be asked for around it: headers, indexes, pickles."""
+        """Read a few bytes of a header, an index or a pickle.
+
+        As `read`. A store may read more and keep it, because bytes close to these follow.
+        """
         self.read(key, start, out)
 
     def map(self, key: str) -> memoryview | None:
-        """The bytes under a key as memory that needs no reading, or None where this store cannot do that."""
+        """Return the bytes under a key as memory. None if this store cannot map them."""
         return None
 
     def stamp(self, key: str) -> Stamp:
-        """What identifies the content under a key, as it was when it was opened."""
+        """Return what identifies the content under a key when it was opened."""
         return ()
 
     def find_changed(self) -> Sequence[str]:
-        """The keys whose content is known to be another by now than when it was opened."""
+        """Return the keys whose content is known to have changed since it was opened."""
         return ()
 
     def find_replaced(self) -> Sequence[str]:
         """Return the keys whose path no longer leads to the file that was opened.
 
-        Reading is not affected, because an open file outlives its name. A save to the same place
-        is: it would overwrite whatever has the path now. `find_changed` of an object store covers both.
+        Reading is not affected, because an open file outlives its name. But a save to the same place
+        would overwrite whatever has the path now. `find_changed` of an object store covers both.
         """
         return ()
 
     def identity(self, key: str = "") -> Hashable:
-        """Where the content of a key is, or the whole store: equal for two stores over the same bytes."""
+        """Return a value that is equal for two stores with the same bytes under a key.
+
+        Without a key, the value stands for the whole store.
+        """
         return "store", id(self), key
 
     def get_underlying_store(self, key: str) -> Store | None:
-        """The store that has the content of a key, where this one only passes it on."""
+        """Return the store that has the content of a key, if this one only passes it on."""
         return None
 
     def count_read_nbytes(self, key: str, nbytes: int) -> int:
-        """Bytes that are read from somewhere for so many bytes of a key: other ones where these are computed."""
+        """Return how many bytes are read for this many bytes of a key.
+
+        The numbers differ if the content is computed from other bytes, such as compressed ones.
+        """
         return nbytes
 
     def close(self) -> None:
-        """Give back what the store holds. Reading afterwards raises `Closed`."""
+        """Release files and connections. Reading raises `Closed` from then on."""
 
 
 class Request(Value, frozen=True):
-    """Fill `out` (of the tensor's shape and numpy dtype, writable, any strides) with a tensor's elements."""
+    """Asks a source to fill an array with the elements of a tensor."""
 
     tensor: LazyTensor
     out: np.ndarray
+    """A writable array with the shape and the numpy dtype of the tensor, and with any strides."""
 
 
 def group_by_source(requests: Iterable[Request]) -> dict[Source, list[Request]]:
-    """The requests of each source, which it is to be given together: sources in the order in which they are met."""
-    found: dict[Source, list[Request]] = {}
+    """Group requests by their sources, so that each source can read its tensors together."""
+    requests_by_source: dict[Source, list[Request]] = {}
     for request in requests:
-        found.setdefault(request.tensor.source, []).append(request)
-    return found
+        requests_by_source.setdefault(request.tensor.source, []).append(request)
+    return requests_by_source
 
 
-Content = bytes  # In the class below `bytes` is a method.
+Content = bytes
+"""The type `bytes`, for annotations in `Source`, where `bytes` is a method."""
 
 
 class Source(Protocol):
-    """A store that is open for reading, under limits."""
+    """A store that is open for reading, with limits. It reads tensors with several threads."""
 
     @property
     def store(self) -> Store:
-        """Where the bytes are."""
+        """The store that has the bytes."""
 
     @property
     def limits(self) -> Limits:
-        """What a file may cost."""
+        """How much memory and time a file may cost."""
 
     @property
     def rules(self) -> Sequence[str | PlacementRule]:
-        """How tensors were cut, by their names, for a format that does not say so itself (`open(…, rules=…)`)."""
+        """How tensors were sharded, by their names (`open(…, rules=…)`).
+
+        A format needs them if its files do not record this.
+        """
 
     @property
     def mapped(self) -> bool:
-        """Whether arrays are views of mapped memory."""
+        """Whether arrays are views of mapped files, and not copies."""
 
     def with_store(self, store: Store) -> Source:
-        """A source like this one that reads from another store: one that has more files, or other content in them."""
+        """Return a source with the same settings that reads from another store."""
 
     def bytes(self, key: str, start: int, stop: int) -> bytes:
-        """A small range, for headers and pickles: at once, on this thread. Raises `Truncated` past the end."""
+        """Read a small range, such as a header, on this thread. Raises `Truncated` past the end."""
 
     def read_head(self, key: str, nbytes: int) -> Content:
-        """The first bytes of a file, up to so many: formats are recognised by them."""
+        """Read the first bytes of a file, at most `nbytes`. Formats are detected by them."""
 
     def read(self, requests: Sequence[Request]) -> None:
-        """Fill every request, in parallel; the first failure cancels the rest and is raised."""
+        """Fill all requests in parallel. The first error cancels the others and is raised."""
 
     def arrays(self, tensors: Sequence[LazyTensor]) -> list[np.ndarray]:
-        """Read tensors into fresh arrays."""
+        """Read tensors into new arrays."""
 
     def read_rows(
         self, rows: ContiguousRows, tensor: Callable[[int], LazyTensor]
     ) -> list[np.ndarray]:
-        """Read contiguous rows of a table into fresh arrays. `tensor` makes the lazy tensor of a number, for messages."""
+        """Read contiguous rows of a table into new arrays.
+
+        Args:
+            rows: The rows.
+            tensor: Returns the lazy tensor at an index of `rows`. It is called for errors.
+        """
 
     def lend(self, tensor: LazyTensor) -> AbstractContextManager[memoryview]:
-        """The bytes of a tensor in C order, little-endian, packed types packed, for as long as the block lasts."""
+        """Open a context with the bytes of a tensor in C order, little-endian and packed."""
 
     def view(self, tensor: LazyTensor) -> np.ndarray | None:
-        """The tensor as an array over mapped memory, or None where that cannot be (not mapped, split, packed, swapped)."""
+        """Return a tensor as an array over mapped memory, without a copy.
+
+        None if that is impossible: the file is not mapped, or the tensor is split, packed or in the
+        other byte order.
+        """
 
     def digest(self, tensors: Sequence[LazyTensor]) -> list[int]:
-        """The CRC-32 of each tensor's elements: as the file records it where it does, else by reading, in parallel."""
+        """Return the CRC-32 of the elements of each tensor.
+
+        Checksums that a file records are not computed. The other tensors are read in parallel.
+        """
 
 
 class Foreign(Value, frozen=True):
-    """A global that a pickle mentioned and that was not built, with every way in which it was used."""
+    """A global that a pickle mentions and that Holdfast does not import."""
 
     what: Global
+    """The module and the name of the global."""
     uses: tuple[str, ...]
-    """`mention`, `call`, `new`, `build`: what the stream did with it, sorted."""
+    """What the pickle does with it, sorted: `build`, `call`, `mention`, `new`."""
     offset: int
-    """Byte of the pickle where it is mentioned first."""
+    """The byte of the pickle that mentions it first."""
     stream: str
-    """Which pickle: `data.pkl`, `stream 4`."""
+    """The pickle: `data.pkl`, `stream 4`."""
     paths: tuple[str, ...] = ()
-    """Places in the tree where objects of it are, a few at most."""
+    """Tree paths of a few objects of this class."""
 
 
 class Description(Value, frozen=True):
-    """What a format found: everything but the tensor data."""
+    """What a format reads from a source: everything except the data of the tensors."""
 
     format: str
-    """The format's name: `torch-zip`, `safetensors`, …"""
+    """The name of the format: `torch-zip`, `safetensors`, …"""
     tensors: Table
-    """Every tensor under its dotted name, in the order of the file, a row each."""
+    """All tensors by their dotted names, in the order of the file."""
     tree: object
-    """The whole nested state, with `LazyTensor` leaves and `Opaque` nodes."""
+    """The nested state. Its leaves are lazy tensors, `Opaque` objects and plain values."""
     foreign: tuple[Foreign, ...] = ()
+    """The globals that pickles mention and that were not imported."""
     notes: tuple[str, ...] = ()
-    """Sentences for people: what is odd about this file."""
+    """Sentences for the user about oddities of this file."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """Text that the file carries about itself (safetensors `__metadata__`, torch's version records)."""
+    """Text entries of the file: `__metadata__` of safetensors, the version records of torch."""
     changed: tuple[Corrupted, ...] = ()
-    """What is not as it was written, and is no reason to refuse the rest: another program's edit, or damage. For `verify`."""
+    """Damage, or an edit by another program, that does not stop the other tensors from being read.
+    `verify` reports it."""
     check: Callable[[], Sequence[str]] | None = None
-    """Reads what opening does not and no tensor depends on, and gives notes; raises where it does not fit. For `verify`."""
+    """Reads and checks content that opening does not read and that no tensor depends on. It returns
+    notes, or raises an error. `verify` calls it."""
     archives: tuple[str, ...] = ()
-    """Keys of the zips that a directory was put together from. Of equal replicas one is read, so tensors need not lie in all."""
+    """The keys of the zip archives of a directory. Of equal replicas only one is read, so there may
+    be archives that no tensor refers to."""
     non_model_keys: tuple[str, ...] = ()
-    """Keys at the top of the tree that are no part of the model, where a format knows: the optimizer, the state of a run. Who wants
-    a model (`convert`, `load_into`, `slices`) leaves them out, unless they are named."""
+    """Keys at the top of the tree that do not belong to the model, such as the optimizer, if the
+    format records this. `convert`, `load_into` and `slices` leave them out unless they are named."""
     usual_format: str = ""
-    """The format in which others expect these tensors, where a map knows."""
+    """The format in which other programs expect these tensors, if a layout map states one."""
     torch_dist: bool = False
-    """Whether Megatron is to load what is written of it: it looks for two small files beside the tensors."""
+    """Whether a checkpoint that is written for Megatron needs its two small files."""
     notes_on_blocks: tuple[str, ...] = ()
-    """Notes about quantised blocks. They mean nothing to whoever reads the numbers that the blocks stand for."""
+    """Notes about quantized blocks. They do not apply to the numbers that are decoded from them."""
 
 
 class State(Value, frozen=True):
-    """What is to be saved, made by `verbs.shared.state.tabulate_state`."""
+    """What is to be saved. `verbs.shared.state.tabulate_state` makes it."""
 
-    tree: object  # The nested state: the caller's own containers, and in them what `leaves` knows as tensors.
-    tensors: Table  # Every tensor under its dotted name, a row each. Two rows with one storage are aliases.
+    tree: object
+    """The containers of the caller. `leaves` has the tensors in them."""
+    tensors: Table
+    """All tensors by their dotted names. Two rows with the same storage are aliases."""
     leaves: Leaves
-    metadata: Mapping[str, str] = field(
-        default_factory=dict
-    )  # Text to be kept with it (safetensors `__metadata__`).
-    notes: tuple[str, ...] = ()  # Facts about the caller's tensors that no format records.
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Text entries to store with the tensors."""
+    notes: tuple[str, ...] = ()
+    """Facts about the tensors of the caller that no format records."""
