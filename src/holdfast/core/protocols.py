@@ -242,13 +242,13 @@ class Source(Protocol):
         """Read tensors into new arrays."""
 
     def read_rows(
-        self, rows: ContiguousRows, tensor: Callable[[int], LazyTensor]
+        self, rows: ContiguousRows, make_tensor: Callable[[int], LazyTensor]
     ) -> list[np.ndarray]:
         """Read contiguous rows of a table into new arrays.
 
         Args:
             rows: The rows.
-            tensor: Returns the lazy tensor at an index of `rows`. It is called for errors.
+            make_tensor: Returns the lazy tensor at an index of `rows`. It is called for errors.
         """
 
     def lend(self, tensor: LazyTensor) -> AbstractContextManager[memoryview]:

@@ -1,7 +1,7 @@
-"""Walk a tensor's elements in C order, a bounded number of bytes at a time.
+"""Reads the elements of a tensor as bytes in C order, one block of limited size at a time.
 
-Saving, digesting and comparing all want the same thing: the tensor as a row of bytes, whatever its strides, chunks, byte order or
-file. A *piece* is a box of it whose elements are consecutive in C order.
+Saving, hashing and comparing need a tensor as a row of bytes, whatever its strides, chunks, byte
+order or file. A block is a part of the tensor whose elements are consecutive in C order.
 """
 
 from __future__ import annotations
@@ -20,70 +20,101 @@ from holdfast.core.value import Value
 
 
 class ContiguousBlock(Value, frozen=True):
-    tensor: LazyTensor  # The part, as a tensor of its own.
-    start: int  # Its first byte in the C-ordered bytes of the whole.
+    """Elements of a tensor that are consecutive in C order."""
+
+    tensor: LazyTensor
+    """The elements, as a tensor of their own."""
+    start: int
+    """Their first byte in the C-ordered bytes of the whole tensor."""
 
     @property
     def nbytes(self) -> int:
+        """The size of the block."""
         return self.tensor.nbytes
 
 
-def split_into_blocks(tensor: LazyTensor, block: int, start: int = 0) -> Iterator[ContiguousBlock]:
-    """Cut a tensor into split_into_blocks of at most `block` bytes, in order. Packed types are not cut inside a byte."""
+def split_into_blocks(
+    tensor: LazyTensor, block_nbytes: int, start: int = 0
+) -> Iterator[ContiguousBlock]:
+    """Split a tensor into consecutive blocks.
+
+    Args:
+        tensor: The tensor. One without elements has no blocks.
+        block_nbytes: The most bytes of a block. A block is larger only if a cut would be inside of
+            a byte, as in a tensor of packed elements with rows of half a byte.
+        start: The `start` of the first block.
+    """
     if tensor.size == 0:
         return
-    within = bool(tensor.shape) and (tensor.size // tensor.shape[0]) * tensor.dtype.bits % 8 != 0
-    if tensor.nbytes <= block or not tensor.shape or within:
+    if tensor.nbytes <= block_nbytes or not tensor.shape:
         yield ContiguousBlock(tensor, start)
         return
-    row = tensor.nbytes // tensor.shape[0]
-    if row > block:
-        for i in range(tensor.shape[0]):
-            yield from split_into_blocks(tensor[i], block, start + i * row)
+    row_count = tensor.shape[0]
+    if (tensor.size // row_count) * tensor.dtype.bits % 8:
+        yield ContiguousBlock(tensor, start)
         return
-    rows = block // row
-    for i in range(0, tensor.shape[0], rows):
-        yield ContiguousBlock(tensor[i : i + rows], start + i * row)
+
+    row_nbytes = tensor.nbytes // row_count
+    if row_nbytes > block_nbytes:
+        for row in range(row_count):
+            yield from split_into_blocks(tensor[row], block_nbytes, start + row * row_nbytes)
+        return
+    rows_per_block = block_nbytes // row_nbytes
+    for row in range(0, row_count, rows_per_block):
+        yield ContiguousBlock(tensor[row : row + rows_per_block], start + row * row_nbytes)
 
 
 def find_contiguous_bytes(tensor: LazyTensor) -> tuple[str, int] | None:
-    """Where the tensor's C-ordered little-endian bytes lie in one piece of one file: key and first byte; else None."""
-    if len(tensor.chunks) != 1 or tensor.traits.conj or tensor.traits.neg or tensor.traits.meta:
+    """Find the range of a file whose bytes are the elements of a tensor, C-ordered and little-endian.
+
+    Returns:
+        The file and the first byte of the range, or None if the elements are not one such range.
+    """
+    traits = tensor.traits
+    if traits.conj or traits.neg or traits.meta or len(tensor.chunks) != 1:
         return None
     (chunk,) = tensor.chunks
     dtype = tensor.dtype
-    if chunk.shape != tensor.shape or (
-        chunk.storage.byteorder != "little" and dtype.swap_nbytes > 1
-    ):
+    is_swapped = chunk.storage.byteorder != "little" and dtype.swap_nbytes > 1
+    if chunk.shape != tensor.shape or is_swapped:
         return None
-    if (
-        not is_c_ordered(tensor.shape, chunk.strides, dtype.bits)
-        or chunk.offset % 8
-        or (tensor.size * dtype.bits) % 8
-    ):
+    # Packed elements may begin or end inside of a byte.
+    has_whole_bytes = chunk.offset % 8 == 0 and tensor.size * dtype.bits % 8 == 0
+    if not has_whole_bytes or not is_c_ordered(tensor.shape, chunk.strides, dtype.bits):
         return None
     return chunk.storage.key, chunk.storage.start + chunk.offset // 8
 
 
 def find_bytes_in_memory(tensor: LazyTensor) -> memoryview | None:
-    """The tensor's bytes as memory that is there already, for tensors that live in this process; else None."""
-    place = find_contiguous_bytes(tensor)
-    if place is None or not tensor.source.store.read_profile.is_in_memory:
+    """Return the bytes of a tensor without a copy, if they are in the memory of this process.
+
+    Returns:
+        The bytes in C order, little-endian, or None if they must be read or rearranged.
+    """
+    store = tensor.source.store
+    if not store.read_profile.is_in_memory:
         return None
-    memory = tensor.source.store.map(place[0])
-    return None if memory is None else memory[place[1] : place[1] + tensor.nbytes]
+    position = find_contiguous_bytes(tensor)
+    if position is None:
+        return None
+    key, start = position
+    content = store.map(key)
+    if content is None:
+        return None
+    return content[start : start + tensor.nbytes]
 
 
-def read_block(piece: ContiguousBlock) -> memoryview:
-    """The bytes of a piece: C order, little-endian, packed types packed."""
-    tensor = piece.tensor
-    memory = find_bytes_in_memory(tensor)
-    if memory is not None:
-        return memory
-    place = find_contiguous_bytes(tensor)
-    if place is not None:
+def read_block(block: ContiguousBlock) -> memoryview:
+    """Return the bytes of a block in C order, little-endian. Packed elements stay packed."""
+    tensor = block.tensor
+    content = find_bytes_in_memory(tensor)
+    if content is not None:
+        return content
+    position = find_contiguous_bytes(tensor)
+    if position is not None:
+        key, start = position
         out = np.empty(tensor.nbytes, np.uint8).data
-        tensor.source.store.read(place[0], place[1], out)
+        tensor.source.store.read(key, start, out)
         return out
     array = np.empty(tensor.shape, tensor.dtype.numpy)
     tensor.source.read([Request(tensor, array)])
@@ -92,21 +123,32 @@ def read_block(piece: ContiguousBlock) -> memoryview:
     return byte_row(array).data
 
 
-def lend_block(piece: ContiguousBlock) -> AbstractContextManager[memoryview]:
-    """The bytes of a piece for a while, in memory that its source lends."""
-    return piece.tensor.source.lend(piece.tensor)
+def lend_block(block: ContiguousBlock) -> AbstractContextManager[memoryview]:
+    """Return a context in which the bytes of a block are in memory that its source lends."""
+    return block.tensor.source.lend(block.tensor)
 
 
-def choose_block_nbytes(tensor: LazyTensor, block: int) -> int:
-    """Bytes of a piece: what the store would rather have than `block`, where it has a preference. Of a remote store it is
-    what one request fetches at the most, and `block` may be what memory allows."""
-    store = tensor.source.store
-    wished = store.read_profile.block_nbytes or block
-    return min(wished, block) if store.read_profile.request_count else wished
+def choose_block_nbytes(tensor: LazyTensor, block_nbytes: int) -> int:
+    """Return the size of the blocks in which a tensor is read.
+
+    Args:
+        tensor: The tensor.
+        block_nbytes: The size for stores that prefer none. For a remote store, it is also the most
+            that memory allows.
+    """
+    profile = tensor.source.store.read_profile
+    if not profile.block_nbytes:
+        return block_nbytes
+    if profile.request_count:
+        return min(profile.block_nbytes, block_nbytes)
+    return profile.block_nbytes
 
 
 def pack_elements(array: np.ndarray, dtype: DType) -> bytes:
-    """Pack elements of one byte each to `dtype.bits` bits each, the first in the lowest bits."""
-    values = byte_row(array)
-    bits = np.unpackbits(values[:, None], axis=1, count=dtype.bits, bitorder="little")
+    """Pack elements of one byte each into `dtype.bits` bits each.
+
+    The first element of a byte has its lowest bits.
+    """
+    elements = byte_row(array)
+    bits = np.unpackbits(elements[:, None], axis=1, count=dtype.bits, bitorder="little")
     return np.packbits(bits.reshape(-1), bitorder="little").tobytes()

@@ -1,13 +1,14 @@
-"""`OpenSource`: a store, the limits that hold for it, and the way its bytes reach memory.
+"""`OpenSource`: a store that is open for reading, with its limits and the ways to read from it.
 
-A contiguous tensor is one range, which is read to its array (engine/ranges.py). All others are boxes (engine/boxes.py).
+A contiguous tensor is one range of a file, which is read to its array (engine/ranges.py). All other
+tensors are read as boxes (engine/boxes.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -23,51 +24,96 @@ from holdfast.engine.threads import DEFAULT_THREADS
 from holdfast.errors import Corrupted, Unsupported
 
 if TYPE_CHECKING:
+    from holdfast.core.chunk import Chunk
+    from holdfast.core.tensor import StridedPosition
     from holdfast.engine.checksums import StorageChecks
 
-HEAD_NBYTES = (
-    4096  # First bytes of a file that are read at once, since formats are recognised by them.
-)
-NO_FILE = (None, b"", 0)
+HEAD_NBYTES = 4096
+"""The first bytes of a file that are read at once. Formats are recognized by them, and many headers
+are not longer."""
+
+
+class FileHead(NamedTuple):
+    """The first bytes of a file."""
+
+    key: str | None
+    content: Content
+    requested_nbytes: int
+    """How many bytes were requested. The content is shorter if the file is."""
+
+
+NO_HEAD = FileHead(None, b"", 0)
 
 
 class OpenSource:
-    """What formats read headers from and lazy tensors read elements from."""
+    """A store that is open for reading. Formats read headers from it, lazy tensors their elements."""
 
     def __init__(
-        self, store: Store, *, limits: Limits | None = None, threads: int | None = None, mapped: bool = False,
-        verify: bool = True, policy: JoinPolicy | None = None, rules: Sequence[str | PlacementRule] = (),
-    ) -> None:  # fmt: skip
+        self,
+        store: Store,
+        *,
+        limits: Limits | None = None,
+        threads: int | None = None,
+        mapped: bool = False,
+        verify: bool = True,
+        policy: JoinPolicy | None = None,
+        rules: Sequence[str | PlacementRule] = (),
+    ) -> None:
+        """Open a store.
+
+        Args:
+            store: The store.
+            limits: What a file may cost. None for the default limits.
+            threads: The most threads that read. None to choose by the machine and the store.
+            mapped: Whether arrays are views of mapped memory where that is possible.
+            verify: Whether the checksums that files record are compared when a storage is read
+                from end to end.
+            policy: Which neighboring ranges are read together. None to choose by the store.
+            rules: How the tensors of rank files are placed, if the format does not record it.
+        """
         profile = store.read_profile
         self.store = store
         self.rules = tuple(rules)
         self.limits = limits or DEFAULTS
         self.threads = threads or profile.request_count or DEFAULT_THREADS
         self.mapped = mapped
-        self.verify = verify  # Whether checksums that the file records are compared when a storage is read from end to end.
+        self.verify = verify
         self.policy = policy or (REMOTE if profile.request_count else MEMORY)
-        self._resident = profile.is_in_memory
-        self._reads_ahead = not (
-            profile.request_count or profile.is_exact
-        )  # Whether more may be read of a file than was asked for.
-        self._first: tuple[str | None, bytes, int] = NO_FILE
-        """The file whose first bytes were read last, these, and how many were wanted."""
         self.read_nbytes = 0
+        """The bytes of tensors that were read so far."""
+        self._is_in_memory = profile.is_in_memory
+        self._can_read_ahead = not (profile.request_count or profile.is_exact)
+        """Whether more bytes of a file may be read than were requested."""
+        self._head = NO_HEAD
+        """The first bytes of the file that was read last."""
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_first": NO_FILE}
+        """Return the state to pickle. The cached bytes of a file are left out."""
+        return {**vars(self), "_head": NO_HEAD}
 
     def with_store(self, store: Store, *, threads: int | None = None) -> OpenSource:
+        """Return a source with the same settings that reads from another store."""
         return OpenSource(
-            store, limits=self.limits, threads=threads or self.threads, mapped=self.mapped, verify=self.verify, policy=self.policy,
+            store,
+            limits=self.limits,
+            threads=threads or self.threads,
+            mapped=self.mapped,
+            verify=self.verify,
+            policy=self.policy,
             rules=self.rules,
-        )  # fmt: skip
+        )
 
     def bytes(self, key: str, start: int, stop: int) -> bytes:
-        content = self.store.map(key) if self._resident else None
-        if content is not None and 0 <= start <= stop <= content.nbytes:
-            return bytes(content[start:stop])
-        if self._reads_ahead and 0 <= start <= stop <= HEAD_NBYTES:
+        """Read a small range of a file, such as a header or a pickle, on this thread.
+
+        Raises:
+            Truncated: The file ends before `stop`.
+        """
+        if self._is_in_memory:
+            content = self.store.map(key)
+            if content is not None and 0 <= start <= stop <= content.nbytes:
+                return bytes(content[start:stop])
+        if self._can_read_ahead and 0 <= start <= stop <= HEAD_NBYTES:
             head = self.read_head(key, HEAD_NBYTES)
             if stop <= len(head):
                 return head[start:stop]
@@ -76,44 +122,63 @@ class OpenSource:
         return Content(out)
 
     def read_head(self, key: str, nbytes: int) -> Content:
-        known, head, wanted = self._first
-        if known != key or nbytes > wanted:
-            wanted = max(nbytes, HEAD_NBYTES) if self._reads_ahead else nbytes
-            out = bytearray(min(self.store.size(key), wanted))
+        """Return up to `nbytes` of the first bytes of a file. They are kept for the next call."""
+        if self._head.key != key or nbytes > self._head.requested_nbytes:
+            requested_nbytes = nbytes
+            if self._can_read_ahead:
+                requested_nbytes = max(nbytes, HEAD_NBYTES)
+            out = bytearray(min(self.store.size(key), requested_nbytes))
             self.store.peek(key, 0, memoryview(out))
-            head = Content(out)
-            self._first = key, head, wanted
-        return head[:nbytes]
+            self._head = FileHead(key, Content(out), requested_nbytes)
+        return self._head.content[:nbytes]
 
     def read(self, requests: Sequence[Request]) -> None:
-        ranges = [
-            request.tensor.file_range() if request.out.flags.c_contiguous else None
-            for request in requests
-        ]
-        self._fill(requests, ranges)
+        """Read the elements of every request into its array, in parallel.
 
-    def _fill(self, requests: Sequence[Request], ranges: Sequence[FileRange | None]) -> None:
-        """Fill requests, each of which is one range or, where that is None, is made of boxes."""
-        other_requests = [one for one, place in zip(requests, ranges, strict=True) if place is None]
-        places = [place for place in ranges if place is not None]
-        if places:
-            contiguous = requests
-            if other_requests:
-                pairs = zip(requests, ranges, strict=True)
-                contiguous = [request for request, place in pairs if place is not None]
-            positions: dict[str, int] = {}
-            files = [positions.setdefault(key, len(positions)) for key, _, _, _ in places]
-            _, starts, nbytes, crcs = zip(*places, strict=True)
-            addresses = [address_of(request.out) for request in contiguous]
-            tensors = [request.tensor for request in contiguous]
-            keys = [*positions]
-            self._read_ranges(tensors.__getitem__, keys, files, starts, nbytes, addresses, crcs)
-        if other_requests:
-            self._read_as_boxes(other_requests)
+        The first error cancels the remaining reads and is raised.
+        """
+        file_ranges: list[FileRange | None] = []
+        for request in requests:
+            file_range = None
+            if request.out.flags.c_contiguous:
+                file_range = request.tensor.file_range()
+            file_ranges.append(file_range)
+        self._read_requests(requests, file_ranges)
+
+    def _read_requests(
+        self, requests: Sequence[Request], file_ranges: Sequence[FileRange | None]
+    ) -> None:
+        """Read the elements of requests into their arrays.
+
+        Args:
+            requests: The requests.
+            file_ranges: For each request, the range of a file that has exactly the bytes of its
+                array. None if the elements are read as boxes.
+        """
+        pairs = list(zip(requests, file_ranges, strict=True))
+        box_requests = [request for request, file_range in pairs if file_range is None]
+        range_requests = [request for request, file_range in pairs if file_range is not None]
+        if range_requests:
+            ranges = [file_range for file_range in file_ranges if file_range is not None]
+            keys, starts, nbytes, crcs = zip(*ranges, strict=True)
+            file_indices: dict[str, int] = {}
+            files = [file_indices.setdefault(key, len(file_indices)) for key in keys]
+            addresses = [address_of(request.out) for request in range_requests]
+            self._read_ranges(
+                lambda range_index: range_requests[range_index].tensor,
+                list(file_indices),
+                files,
+                starts,
+                nbytes,
+                addresses,
+                crcs,
+            )
+        if box_requests:
+            self._read_as_boxes(box_requests)
 
     def _read_ranges(
         self,
-        tensor: Callable[[int], LazyTensor],
+        make_tensor: Callable[[int], LazyTensor],
         keys: Sequence[str],
         files: Column,
         starts: Column,
@@ -121,45 +186,64 @@ class OpenSource:
         addresses: Column,
         crcs: Column,
     ) -> None:
-        """Read columns of ranges. `tensor` makes the lazy tensor of a range by its number, for messages."""
+        """Read ranges of files to memory. The columns are those of `RangeReads`.
 
-        def name(number: int) -> str:
-            return tensor(number).name
+        `make_tensor` returns the tensor of a range, given its index. It is called for errors only.
+        """
 
-        def damaged(number: int, crc: int) -> Corrupted:
-            from holdfast.engine.checksums import build_damage_error  # for damaged files
+        def find_tensor_name(range_index: int) -> str:
+            return make_tensor(range_index).name
 
-            return build_damage_error(tensor(number).storages[0], name(number), crc)
+        def describe_damage(range_index: int, crc: int) -> Corrupted:
+            # Imported here because only damaged files need it.
+            from holdfast.engine.checksums import build_damage_error
+
+            tensor = make_tensor(range_index)
+            return build_damage_error(tensor.storages[0], tensor.name, crc)
 
         if not self.verify:
             crcs = (NO_CRC,) * len(crcs)
-        reads = RangeReads(keys, files, starts, nbytes, addresses, crcs, name, damaged)
+        reads = RangeReads(
+            keys, files, starts, nbytes, addresses, crcs, find_tensor_name, describe_damage
+        )
         self.read_nbytes += read_ranges(self.store, reads, threads=self.threads, policy=self.policy)
 
     def _read_as_boxes(self, requests: Sequence[Request]) -> None:
+        """Read the elements of tensors that are not contiguous into their arrays."""
         for request in requests:
             if request.tensor.traits.meta:
-                message = "this tensor was saved on the meta device: it has a shape and no data"
-                raise Unsupported(message, tensor=request.tensor.name)
-        from holdfast.engine.checksums import (  # contiguous tensors need neither
-            StorageChecks,
-            find_whole_storages,
-        )
+                raise Unsupported(
+                    "this tensor was saved on the meta device: it has a shape and no data",
+                    tensor=request.tensor.name,
+                )
+        # Imported here because contiguous tensors do not need it.
+        from holdfast.engine.checksums import StorageChecks, find_whole_storages
 
         checks = StorageChecks(find_whole_storages(requests) if self.verify else {})
         self.read_boxes(requests, checks)
         checks.finish()
         for request in requests:
-            _resolve(request)
+            _resolve_flags(request)
 
     def read_boxes(
         self, requests: Sequence[Request], checks: StorageChecks, *, threads: int | None = None
     ) -> int:
-        """Fill requests box by box and return how many bytes were read. The caller finishes `checks`.
+        """Read the elements of every request into its array, box by box.
 
-        For parts of tensors: `read` would compare the checksum of what is whole in these requests, and a large storage never is.
+        This is for callers that read a tensor in several calls. `read` would not compare the
+        checksum of a storage that no single call reads completely.
+
+        Args:
+            requests: Tensors with their destinations.
+            checks: Receives the bytes of storages whose checksum it compares. The caller finishes
+                it after the last call.
+            threads: The most threads that read. By default the number of this source.
+
+        Returns:
+            The number of bytes that were read.
         """
-        from holdfast.engine.boxes import read_boxes  # contiguous tensors are ranges
+        # Imported here because contiguous tensors do not need it.
+        from holdfast.engine.boxes import read_boxes
 
         nbytes = read_boxes(
             self.store,
@@ -172,92 +256,114 @@ class OpenSource:
         return nbytes
 
     def arrays(self, tensors: Sequence[LazyTensor]) -> list[np.ndarray]:
-        ranges = [tensor.file_range() for tensor in tensors]
-        # One range has as many bytes as are stored: an expansion that only a limit below 1 forbids.
+        """Read tensors into new arrays, in parallel."""
+        file_ranges = [tensor.file_range() for tensor in tensors]
+        # A tensor that is one range has as many bytes as its file stores. Only a limit below 1
+        # forbids that, and `empty` checks it.
         needs_check = self.limits.expansion < 1
-        arrays = [
-            tensor.empty()
-            if place is None or needs_check
-            else np.empty(tensor.shape, tensor.dtype.numpy)
-            for tensor, place in zip(tensors, ranges, strict=True)
-        ]
-        self._fill([*map(Request, tensors, arrays)], ranges)
+        arrays: list[np.ndarray] = []
+        for tensor, file_range in zip(tensors, file_ranges, strict=True):
+            if file_range is None or needs_check:
+                arrays.append(tensor.empty())
+            else:
+                arrays.append(np.empty(tensor.shape, tensor.dtype.numpy))
+        self._read_requests(list(map(Request, tensors, arrays)), file_ranges)
         return arrays
 
     def read_rows(
-        self, rows: ContiguousRows, tensor: Callable[[int], LazyTensor]
+        self, rows: ContiguousRows, make_tensor: Callable[[int], LazyTensor]
     ) -> list[np.ndarray]:
+        """Read contiguous rows of a table into new arrays, without a lazy tensor for each of them.
+
+        Args:
+            rows: The rows.
+            make_tensor: Returns the lazy tensor of a request index. It is called for errors only.
+        """
+        request_indices = rows.request_indices
         if self.limits.expansion < 1:
-            return self.arrays([tensor(number) for number in rows.request_indices])
+            return self.arrays([make_tensor(index) for index in request_indices])
         arrays = list(map(np.empty, rows.shapes, rows.dtypes))
-        addresses = list(map(address_of, arrays))
         self._read_ranges(
-            lambda position: tensor(rows.request_indices[position]),
+            lambda range_index: make_tensor(request_indices[range_index]),
             rows.keys,
             rows.file_indices,
             rows.starts,
             rows.nbytes,
-            addresses,
+            list(map(address_of, arrays)),
             rows.crcs,
         )
         return arrays
 
     @contextmanager
     def lend(self, tensor: LazyTensor) -> Iterator[memoryview]:
-        from holdfast.engine.blocks import ContiguousBlock, read_block  # for conversions
+        """Yield the bytes of a tensor in C order, little-endian. Packed elements stay packed."""
+        # Imported here because only saves and conversions need it.
+        from holdfast.engine.blocks import ContiguousBlock, read_block
 
         yield read_block(ContiguousBlock(tensor, 0))
 
     def view(self, tensor: LazyTensor) -> np.ndarray | None:
-        if not self.mapped or tensor.traits.conj or tensor.traits.neg:
+        """Return a tensor as an array over mapped memory.
+
+        Returns:
+            The array, or None if the source is not mapped or the elements cannot be used as they
+            lie in the file: in several chunks, packed, byte-swapped, conjugated or negated.
+        """
+        if not self.mapped or tensor.traits.conj or tensor.traits.neg or 0 in tensor.shape:
             return None
+        position: StridedPosition | Chunk
         if tensor.position is not None:
-            place = tensor.position.strided_position()
-            storage, offset, strides = place.storage, place.offset, place.strides
-            if 0 in tensor.shape:
-                return None
+            position = tensor.position.strided_position()
         else:
             if len(tensor.chunks) != 1:
                 return None
-            (chunk,) = tensor.chunks
-            if chunk.shape != tensor.shape or chunk.box.count == 0:
+            position = tensor.chunks[0]
+            if position.shape != tensor.shape:
                 return None
-            storage, offset, strides = chunk.storage, chunk.offset, chunk.strides
+
+        storage = position.storage
         dtype = tensor.dtype
-        foreign_order = storage.byteorder != "little" and dtype.swap_nbytes > 1
-        memory = None if dtype.packed or foreign_order else self.store.map(storage.key)
-        if memory is None:
+        is_swapped = storage.byteorder != "little" and dtype.swap_nbytes > 1
+        if dtype.packed or is_swapped:
             return None
-        return np.ndarray(
-            tensor.shape,
-            dtype.numpy,
-            memory,
-            storage.start + offset // 8,
-            tuple([s // 8 for s in strides]),
-        )
+        content = self.store.map(storage.key)
+        if content is None:
+            return None
+        offset = storage.start + position.offset // 8
+        byte_strides = [stride // 8 for stride in position.strides]
+        return np.ndarray(tensor.shape, dtype.numpy, content, offset, byte_strides)
 
     def digest(self, tensors: Sequence[LazyTensor]) -> list[int]:
+        """Return the CRC-32 of the elements of each tensor.
+
+        Where the file records it, nothing is read. All other tensors are read in parallel.
+        """
         from holdfast.engine.digest import compute_crcs
 
         return compute_crcs(tensors, threads=self.threads)
 
 
-def _resolve(request: Request) -> None:
-    """torch stores a lazily conjugated or negated tensor unresolved; give the elements that it stands for."""
-    traits, out = request.tensor.traits, request.out
-    if traits.conj:
-        if request.tensor.dtype.paired:
+def _resolve_flags(request: Request) -> None:
+    """Conjugate and negate the elements that were read, if the tensor is marked so.
+
+    torch conjugates and negates lazily. It saves the elements unchanged, with a flag for each.
+    """
+    tensor = request.tensor
+    out = request.out
+    # Complex types that numpy does not have are structures with two fields.
+    if tensor.traits.conj:
+        if tensor.dtype.paired:
             out["imag"] = -out["imag"]
         else:
             np.conjugate(out, out=out)
-    if traits.neg:
-        if request.tensor.dtype.paired:
-            for part in ("real", "imag"):
-                out[part] = -out[part]
-        elif request.tensor.dtype.kind in ("float", "complex", "int", "uint"):
+    if tensor.traits.neg:
+        if tensor.dtype.paired:
+            out["real"] = -out["real"]
+            out["imag"] = -out["imag"]
+        elif tensor.dtype.kind in ("float", "complex", "int", "uint"):
             np.negative(out, out=out)
         else:
             raise Unsupported(
-                f"a {request.tensor.dtype} tensor that is marked as negated",
-                tensor=request.tensor.name,
+                f"cannot negate the elements of a {tensor.dtype} tensor, which is marked as negated",
+                tensor=tensor.name,
             )
