@@ -1,22 +1,24 @@
 """`SavePlan`: every file of a save, byte by byte, before the first byte is written.
 
-A file is a row of segments. Everything but checksums is known when the plan is made, so every offset is, and the segments can be
-written in any order and by several threads:
+A file is a sequence of segments. Everything except checksums is known when the plan is made. So every
+offset is known as well, and several threads can write the segments in any order:
 
-    Literal    bytes that are known now: headers, names, padding
-    Data       the elements of one tensor in C order, little-endian; its CRC-32 is computed while it passes by, its hash if wanted
-    Memory     bytes of this process as they lie there, with a CRC-32 like data: the storages of torch's own objects
-    Gathered   many small pieces of data with what stands between them: a few megabytes, made at once when they are written
-    Hole       room that is left as it is: zeros, where the file system can do it without writing them
-    Late       bytes of a known length that depend on those CRCs: data descriptors, central directories, checksum fields
+    Literal    bytes that are known: headers, names, padding
+    Data       the elements of one tensor, in C order and little-endian; their checksum is computed
+               while they are written
+    Memory     bytes in the memory of this process, such as the storages of torch
+    Gathered   many small tensors with the bytes between them: a few megabytes, made when written
+    Hole       bytes that are not written; they read as zeros
+    Late       bytes of known length that depend on checksums, such as the directory of a zip file
 
-A plan is pure. `engine/write.py` carries it out, `explain` says it in words.
+A plan touches no file. `engine/write.py` carries it out, and `explain` describes it for people.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import BytesIO
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from msgspec import field
@@ -29,52 +31,74 @@ from holdfast.core.value import Value
 if TYPE_CHECKING:
     from holdfast.core.content_hash import HashAndHead  # it imports a library, for those who save
 
-SMALL_NBYTES = 64 << 10  # What is longer is written from where it lies, by itself.
-BLOCK_NBYTES = 4 << 20  # Of a file, what is made at a time.
+SMALL_NBYTES = 64 << 10
+"""A longer tensor is a segment of its own."""
 
-BATCH = 1 << 13
-"""Tensors that are asked, read, or written as text, at a time: what is made of each on the way, up to half a kilobyte however short
-it is, is gone when the next ones come."""
+BLOCK_NBYTES = 4 << 20
+"""A `Gathered` segment gets no more tensors when it has this many bytes."""
 
-HASH_KEY, HEAD_KEY = "\udc00hash", "\udc00head"
-"""What is put behind the label of data for its hash and its head, which stand among the checksums; the head is 0 for data that has
-none (`core.content_hash`). Half of a surrogate pair: no name that is saved has one."""
+BATCH_TENSOR_COUNT = 1 << 13
+"""How many tensors are described, read, or written as text at a time. Each takes up to half a
+kilobyte on the way, however short it is. That memory is free again before the next batch."""
 
-MISTAKEN_KEY = "\udc00mistaken"  # For the second checksum of torch's writer (`formats.torch.write.mistaken_crc`).
-SIGN = "\udc00"
+KEY_MARK = "\udc00"
+"""Separates a label from what else is known of its data. It is half of a surrogate pair, which no name
+that is saved contains."""
 
+HASH_KEY = KEY_MARK + "hash"
+"""Follows the label of data in the key of its content hash, among the checksums."""
 
-def remove_hashes(sums: dict[str, int]) -> dict[str, int]:
-    """The CRC-32 of all data, without its hashes: they are taken out."""
-    if SIGN in "".join(sums):
-        for label in [label for label in sums if SIGN in label]:
-            del sums[label]
-    return sums
+HEAD_KEY = KEY_MARK + "head"
+"""Follows the label of data in the key of its head, the CRC-32 of its first bytes. The head is 0 for
+data that is too short to have one (`core/content_hash.py`)."""
+
+MISTAKEN_KEY = KEY_MARK + "mistaken"
+"""For the second checksum of torch's writer (`formats.torch.write.mistaken_crc`)."""
+
+Hashing = str
+"""What is computed of data besides its CRC-32: `""` for nothing, `"head"`, or `"hash"` for both."""
 
 
 def get_hash_fields(label: str, hashed: HashAndHead) -> dict[str, int]:
-    """Return the hash and the head of data under their keys, to stand among the checksums."""
+    """Return the content hash and the head of data under their keys."""
     return {label + HASH_KEY: hashed.hash or 0, label + HEAD_KEY: hashed.head or 0}
 
 
+def remove_hashes(crcs: dict[str, int]) -> dict[str, int]:
+    """Remove everything except the CRC-32 of data from a dict of checksums, and return the dict."""
+    # One search in a long text is faster than one search for each of a million labels.
+    if KEY_MARK in "".join(crcs):
+        for key in list(crcs):
+            if KEY_MARK in key:
+                del crcs[key]
+    return crcs
+
+
 def join_pieces(pieces: Iterable[bytes], nbytes: int) -> bytes:
-    """Pieces of so many bytes together. None of them stays: with a million tensors they take as much memory as the whole."""
-    whole = BytesIO()
-    # Room for all of them at once.
-    whole.seek(max(nbytes - 1, 0))
-    whole.write(b" ")
-    whole.seek(0)
-    whole.writelines(pieces)
-    whole.truncate()
-    return whole.getvalue()
+    """Join pieces whose total length is known, without keeping them in memory.
+
+    `b"".join` would first collect all pieces in a list. For a million tensors the list would take as
+    much memory as the result.
+    """
+    buffer = BytesIO()
+    # Allocate all memory at once.
+    buffer.seek(max(nbytes - 1, 0))
+    buffer.write(b" ")
+    buffer.seek(0)
+    buffer.writelines(pieces)
+    buffer.truncate()
+    return buffer.getvalue()
 
 
-def check_length(made: bytes, nbytes: int) -> bytes:
-    """The bytes that were made for a segment. Raises `ValueError` for another length, which would move all that stands behind
-    it."""
-    if len(made) != nbytes:
-        raise ValueError(f"a segment of {nbytes} bytes was made with {len(made)}")
-    return made
+def check_length(content: bytes, nbytes: int) -> bytes:
+    """Check that content has the length that its segment has in the plan, and return it.
+
+    Raises:
+        ValueError: It has another length, so it would overwrite the next segment or leave a gap.
+    """
+    if len(content) != nbytes:
+        raise ValueError(f"a segment of {nbytes} bytes was made with {len(content)} bytes")
+    return content
 
 
 class Literal(Value, frozen=True):
@@ -87,30 +111,32 @@ class Literal(Value, frozen=True):
         return len(self.data)
 
 
-Hashing = str  # What is computed of data beside its CRC-32: nothing, its "head", or its "hash" with its head.
-
-
 class Data(Value, frozen=True):
-    """The elements of a tensor, in C order and little-endian. Packed types are packed, lowest bits first."""
+    """The elements of a tensor, in C order and little-endian.
+
+    Types with less than 8 bits are packed, the first element in the lowest bits.
+    """
 
     tensor: LazyTensor
     label: str
-    """What the file calls it; the key under which `Late` segments find its CRC. Unique in a plan."""
+    """What the file calls the tensor. It is unique in a plan. The checksum has this key."""
     hashing: Hashing = ""
-    """Whether it is hashed as well, or its head alone: known then, too, under the label and `HASH_KEY`, `HEAD_KEY`."""
+    """What is computed besides the CRC-32. It has the label and `HASH_KEY` or `HEAD_KEY` as key."""
     nbytes: int = -1
-    """Known from the tensor, whatever is given."""
+    """Computed from the tensor; a value that is passed is ignored."""
 
     def __post_init__(self) -> None:
         force_setattr(self, "nbytes", self.tensor.nbytes)
 
 
 class Memory(Value, frozen=True):
-    """Bytes that lie in this process's memory, written from where they are."""
+    """Bytes in the memory of this process, written from where they are."""
 
     content: memoryview
     label: str
-    owner: object = None  # Whoever has to stay alive for the memory to be there.
+    """As for `Data`."""
+    owner: object = None
+    """The object whose memory this is. The segment keeps it alive."""
 
     @property
     def nbytes(self) -> int:
@@ -118,129 +144,147 @@ class Memory(Value, frozen=True):
 
 
 class Gathered(Value, frozen=True, eq=False):
-    """A stretch of a file that has many small pieces of data in it. None of them is an object of its own."""
+    """Consecutive bytes of a file with many small tensors, its items, and what stands between them.
+
+    There is no object for each item, because there can be a million of them.
+    """
 
     nbytes: int
     labels: Sequence[str]
-    """Of the pieces that are not empty, each as for `Data`."""
+    """The labels of all items that are not empty, each as for `Data`."""
     make: Callable[[], tuple[bytes, Mapping[str, int]]]
-    """Fetches the pieces: exactly `nbytes` bytes, and the CRC-32 of each piece by its label. It may say more (`MISTAKEN_KEY`)."""
+    """Reads the items. It returns `nbytes` bytes, and the CRC-32 of each item by its label. It may
+    return more, under keys such as those of `MISTAKEN_KEY`."""
     item_nbytes: Sequence[int] | None = None
-    """Of the pieces, where there is nothing between them."""
+    """The size of each item, if there is nothing between them."""
     tensors: Callable[[], Sequence[LazyTensor]] = tuple
-    """The pieces one by one, where they are tensors of a table."""
+    """Returns the items as lazy tensors, if they are tensors of a table."""
     is_hashed: bool = False
-    """Whether pieces are hashed, too."""
+    """Whether content hashes of items are computed."""
     overhead_nbytes: int = 0
-    """Bytes that are no data."""
+    """How many of the bytes belong to no item."""
     read_nbytes: int | None = None
-    """Bytes that are read for it, where these are not its data: what is computed has others."""
+    """How many bytes are read to make the items, if they are computed; None if as many as they
+    have."""
 
 
 class Hole(Value, frozen=True):
-    """Room without content. It has no checksum: whoever fills it knows better."""
+    """Bytes that are not written, and have no checksum. Another writer may fill them later."""
 
     nbytes: int
 
 
 class Late(Value, frozen=True):
-    """Bytes that are known when all data of the plan has been written."""
+    """Bytes that depend on the checksums of data."""
 
     nbytes: int
     make: Callable[[Mapping[str, int]], bytes]
-    """From the CRC-32 of all data of the plan, by label, to exactly `nbytes` bytes."""
+    """Makes the bytes, exactly `nbytes`, from the CRC-32 of all data of the plan by label."""
     needs: str | None = None
-    """The one label that it depends on, where it is only one: it can then be made as soon as that data has passed by."""
+    """The label of the only data that it depends on, if it is only one. Then the bytes can be made as
+    soon as this data has been written."""
 
 
 Segment = Literal | Data | Memory | Gathered | Hole | Late
 
 
 def list_sum_keys(segments: Iterable[Segment]) -> list[str]:
-    """Under which keys something is known when these segments are written."""
+    """Return the keys of all checksums and hashes that are known after segments are written."""
     keys: list[str] = []
     for segment in segments:
+        labels: Sequence[str] = ()
+        is_hashed = False
         if isinstance(segment, Gathered):
-            keys += segment.labels
-            if segment.is_hashed:
-                keys += [label + key for label in segment.labels for key in (HASH_KEY, HEAD_KEY)]
-        elif isinstance(segment, Data | Memory):
-            keys.append(segment.label)
-            if isinstance(segment, Data) and segment.hashing:
-                keys += (segment.label + HASH_KEY, segment.label + HEAD_KEY)
+            labels = segment.labels
+            is_hashed = segment.is_hashed
+        elif isinstance(segment, Data):
+            labels = (segment.label,)
+            is_hashed = bool(segment.hashing)
+        elif isinstance(segment, Memory):
+            labels = (segment.label,)
+
+        keys += labels
+        if is_hashed:
+            keys += [label + HASH_KEY for label in labels]
+            keys += [label + HEAD_KEY for label in labels]
     return keys
 
 
 class FilePlan(Value, frozen=True):
-    key: str  # Its name inside the checkpoint; empty where the checkpoint is this one file.
+    """One file of a save, as segments without gaps between them."""
+
+    key: str
+    """The name of the file in the checkpoint; empty if the checkpoint is this one file."""
     segments: tuple[Segment, ...]
-    nbytes: int = -1  # The sum of its segments, whatever is given.
+    nbytes: int = -1
+    """Computed from the segments; a value that is passed is ignored."""
 
     def __post_init__(self) -> None:
         force_setattr(self, "nbytes", sum([segment.nbytes for segment in self.segments]))
 
     def offsets(self) -> list[int]:
-        offsets, at = [], 0
-        for segment in self.segments:
-            offsets.append(at)
-            at += segment.nbytes
-        return offsets
+        """Return the offset of each segment in the file."""
+        segment_ends = [*accumulate([segment.nbytes for segment in self.segments], initial=0)]
+        return segment_ends[:-1]
 
 
 class LinkedFile(Value, frozen=True):
-    """A finished file of another checkpoint that gets a second name in this one: nothing of it is written."""
+    """A file of another checkpoint that becomes a file of this one as well. No byte is written."""
 
     key: str
     nbytes: int
     folder: str
+    """The folder of the other checkpoint."""
 
 
 class SavePlan(Value, frozen=True):
-    """A whole checkpoint. One file with an empty key, or a directory: its data files, then its index, in that order."""
+    """A whole checkpoint: one file with an empty key, or the files of a directory."""
 
     format: str
     files: tuple[FilePlan, ...]
     notes: tuple[str, ...] = ()
-    """What a person should know: state that this format keeps in another way."""
+    """Sentences for people, about state that the format stores in another way."""
     directory: bool = False
     index: tuple[FilePlan, ...] = ()
-    """Files of a directory that are written after all others are on disk: the manifest, the Hugging Face index."""
+    """Files of a directory that are written after all others are on disk, such as the manifest."""
     expected_table: Table | None = None
-    """What a reader is to find, by name; None where the plan is not one of a state."""
+    """The tensors that a reader must find; None if the plan was not made from a state."""
     linked: tuple[LinkedFile, ...] = ()
-    """Files of a directory that are there already, in another one."""
+    """Files of a directory that exist already in another one."""
     is_copy: bool = False
-    """Whether it is a copy: names and content are those of another checkpoint, and none is made up."""
+    """Whether this copies another checkpoint as it is, with the same file names."""
     attributes: Mapping[str, str] = field(default_factory=dict)
-    """What the object of the manifest says of itself in an object store, where it can be asked without reading it."""
+    """Attributes for the object of the manifest in an object store, which can be read without reading
+    the object."""
 
     @property
     def nbytes(self) -> int:
-        return sum(f.nbytes for f in (*self.files, *self.index))
+        """The size of all files that are written."""
+        return sum(file.nbytes for file in (*self.files, *self.index))
 
     @property
     def file_sizes(self) -> list[tuple[str, int]]:
-        """Every file of the checkpoint and its length, those that are linked first."""
-        return [(f.key, f.nbytes) for f in self.linked] + [
-            (f.key, f.nbytes) for f in (*self.files, *self.index)
-        ]
+        """The key and size of every file of the checkpoint. Linked files are the first."""
+        linked_sizes = [(file.key, file.nbytes) for file in self.linked]
+        return linked_sizes + [(file.key, file.nbytes) for file in (*self.files, *self.index)]
 
     def tensors(self) -> Sequence[LazyTensor]:
-        """Every tensor that is written, in the order of the files."""
-        found: list[LazyTensor] = []
-        for segment in (
-            segment for file in (*self.files, *self.index) for segment in file.segments
-        ):
-            if isinstance(segment, Data):
-                found.append(segment.tensor)
-            elif isinstance(segment, Gathered):
-                found += segment.tensors()
-        return found
+        """Return every tensor that is written, in the order of the files."""
+        tensors: list[LazyTensor] = []
+        for file in (*self.files, *self.index):
+            for segment in file.segments:
+                if isinstance(segment, Data):
+                    tensors.append(segment.tensor)
+                elif isinstance(segment, Gathered):
+                    tensors += segment.tensors()
+        return tensors
 
     def explain(self) -> str:
-        rows = [
-            f"{f.key or 'one file'}: {f.nbytes:,} bytes in {len(f.segments):,} segments"
-            for f in (*self.files, *self.index)
-        ]
-        rows += [f"{f.key}: {f.nbytes:,} bytes, linked from {f.folder}" for f in self.linked]
-        return "\n".join([f"{self.format}: {self.nbytes:,} bytes", *rows])
+        """Describe the files of this plan for people."""
+        lines = [f"{self.format}: {self.nbytes:,} bytes"]
+        for file in (*self.files, *self.index):
+            name = file.key or "one file"
+            lines.append(f"{name}: {file.nbytes:,} bytes in {len(file.segments):,} segments")
+        for linked in self.linked:
+            lines.append(f"{linked.key}: {linked.nbytes:,} bytes, linked from {linked.folder}")
+        return "\n".join(lines)

@@ -36,7 +36,7 @@ from holdfast.engine.saves import HASH_KEY, HEAD_KEY, Data, Gathered, Hashing, M
 MEASURE = 1 << 20
 
 TOGETHER = (
-    2 * saves.BATCH
+    2 * saves.BATCH_TENSOR_COUNT
 )  # Most rows of one segment. Reading them holds the interpreter lock: fewer would be no gain.
 
 

@@ -118,8 +118,7 @@ class Files:
         return self._open_descriptor(path, os.O_RDONLY | DIRECTORY | link_flag, dir_fd=dir_fd)
 
     def open(self, name: str, *, dir_fd: int) -> int:
-        """Open an existing file to read or lock it. Refuses a link, and does not wait for a pipe.
-        """
+        """Open an existing file to read or lock it. Refuses a link, and does not wait for a pipe."""
         return self._open_descriptor(name, os.O_RDONLY | NO_FOLLOW | NON_BLOCKING, dir_fd=dir_fd)
 
     def open_shared(self, name: str, *, dir_fd: int) -> int:
@@ -192,8 +191,7 @@ class Files:
         platform.begin_sync(descriptor, offset, nbytes)
 
     def sync(self, descriptor: int) -> None:
-        """Wait until a file's bytes, or a directory's entries, would survive a power cut (fsync).
-        """
+        """Wait until a file's bytes, or a directory's entries, would survive a power cut (fsync)."""
         self._check_process()
         platform.sync(descriptor)
 

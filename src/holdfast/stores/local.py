@@ -309,8 +309,7 @@ class FileHandle(Struct):
 
 
 class LocalStore(Store):
-    """A file, a directory, or the files of a directory that match a pattern (`actor/optim_*.pt`).
-    """
+    """A file, a directory, or the files of a directory that match a pattern (`actor/optim_*.pt`)."""
 
     is_gone = False
     is_folder = False
@@ -412,8 +411,7 @@ class LocalStore(Store):
     peek = read
 
     def map(self, key: str) -> memoryview | None:
-        """Map a file into memory. None if the process may not open more files: a mapping holds one.
-        """
+        """Map a file into memory. None if the process may not open more files: a mapping holds one."""
         handle = self._open(key)
         with self._lock:
             if self._is_closed:
@@ -561,8 +559,7 @@ class LocalStore(Store):
         return file
 
     def _open_by_key(self, key: str) -> OpenFile:
-        """Open a file. If the process has too many files open, close those that are kept and retry.
-        """
+        """Open a file. If the process has too many files open, close those that are kept and retry."""
         try:
             try:
                 return self._open_file(key)

@@ -212,8 +212,7 @@ def copy_range(
 
 
 def sync(descriptor: int) -> None:
-    """Wait until the bytes of a file would survive a power cut, as far as the system promises that.
-    """
+    """Wait until the bytes of a file would survive a power cut, as far as the system promises that."""
     if _fcntl is not None and _full_sync_command is not None:
         try:
             # fsync(2) of macOS hands the bytes to the disk, which may keep them in its own cache.

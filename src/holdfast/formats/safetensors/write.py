@@ -37,7 +37,7 @@ from holdfast.core.table import RowKind, Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import join_linked_path, walk
 from holdfast.core.value import Value
-from holdfast.engine.saves import BATCH, FilePlan, Hashing, Late, Literal, SavePlan
+from holdfast.engine.saves import BATCH_TENSOR_COUNT, FilePlan, Hashing, Late, Literal, SavePlan
 from holdfast.engine.table import plan_segments
 from holdfast.errors import CannotHold
 from holdfast.formats.index_file import FILES
@@ -124,8 +124,8 @@ def plan_file(
     starts = stops - nbytes
     kind = numbers.tolist()
     listed: list[bytes] = []
-    for first in range(0, len(named), BATCH):
-        batch = slice(first, first + BATCH)
+    for first in range(0, len(named), BATCH_TENSOR_COUNT):
+        batch = slice(first, first + BATCH_TENSOR_COUNT)
         each = zip(
             named[batch], kind[batch], starts[batch].tolist(), stops[batch].tolist(), strict=True
         )

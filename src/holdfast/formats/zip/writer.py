@@ -307,7 +307,9 @@ class _SmallGroup:
 
     def takes(self, payload: SmallRecord, descriptor: struct.Struct) -> bool:
         """Return whether a record may be added: the segment is read and made at once, so it is kept short."""
-        has_room = self.nbytes < blocks.BLOCK_NBYTES and len(self.labels) < blocks.BATCH
+        has_room = (
+            self.nbytes < blocks.BLOCK_NBYTES and len(self.labels) < blocks.BATCH_TENSOR_COUNT
+        )
         is_alike = descriptor is self.descriptor and payload.storages is self.storages
         return has_room and is_alike
 
