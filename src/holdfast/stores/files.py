@@ -118,7 +118,7 @@ class Files:
         return self._open_descriptor(path, os.O_RDONLY | DIRECTORY | link_flag, dir_fd=dir_fd)
 
     def open(self, name: str, *, dir_fd: int) -> int:
-        """Open an existing file to read or lock it. Refuses a link, and does not wait for a pipe."""
+        """Open an existing file to read or lock it. Refuses links, and does not wait for a pipe."""
         return self._open_descriptor(name, os.O_RDONLY | NO_FOLLOW | NON_BLOCKING, dir_fd=dir_fd)
 
     def open_shared(self, name: str, *, dir_fd: int) -> int:
@@ -175,7 +175,8 @@ class Files:
         """Copy some bytes between files in the kernel, and return how many.
 
         If the file system supports it, the files share the blocks on the disk afterwards. `offset`
-        is the position in the target."""
+        is the position in the target.
+        """
         self._check_process()
         return platform.copy_range(
             source_descriptor,
@@ -191,7 +192,7 @@ class Files:
         platform.begin_sync(descriptor, offset, nbytes)
 
     def sync(self, descriptor: int) -> None:
-        """Wait until a file's bytes, or a directory's entries, would survive a power cut (fsync)."""
+        """Wait until the bytes of a file, or the entries of a directory, are on the disk (fsync)."""
         self._check_process()
         platform.sync(descriptor)
 
@@ -537,7 +538,8 @@ class PathFiles(Files):
        its owner is gone. A renamed folder keeps its identity.
 
     Directories cannot be synced here. There are no permission bits to keep: a new file has the
-    access list of its folder."""
+    access list of its folder.
+    """
 
     def open_directory(self, path: str, *, dir_fd: int | None = None) -> int:
         """Look up a directory, and return a negative number that stands for its path.

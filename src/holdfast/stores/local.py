@@ -107,6 +107,7 @@ class OpenFile:
     __slots__ = ("descriptor",)
 
     def __init__(self, descriptor: int) -> None:
+        """Take ownership of a descriptor."""
         self.descriptor = descriptor
         OPEN_DESCRIPTORS.add(descriptor)
 
@@ -174,14 +175,21 @@ class Folder:
         return sorted(keys)
 
     def _collect_keys(self, prefix: str, keys: Keys, max_files: int) -> None:
-        from holdfast.stores.files import is_temporary  # only for folders
+        """Append the keys of the regular files in a folder and its subfolders to `keys`.
+
+        Args:
+            prefix: The relative path of the folder, with a slash at its end; '' for this directory.
+            keys: Receives the keys.
+            max_files: The largest number of keys.
+        """
+        # Only folders need this module.
+        from holdfast.stores.files import is_temporary
 
         subfolders = []
         with self._scan(prefix) as entries:
             for entry in entries:
                 if entry.is_dir():
-                    is_hidden = entry.name.startswith(".")
-                    if not is_hidden and (not prefix or _is_second_level(prefix, entry.name)):
+                    if _is_listed_folder(prefix, entry.name):
                         subfolders.append(f"{prefix}{entry.name}/")
                 elif entry.is_file() and not is_temporary(entry.name):
                     keys.append(prefix + entry.name)
@@ -195,6 +203,7 @@ class Folder:
     def _scan(self, prefix: str) -> Iterator[Iterator[os.DirEntry[str]]]:
         # This needs a second descriptor: the position in a listing belongs to the descriptor, and
         # other threads may list through the first one.
+        """Open a folder below this directory for a listing. `prefix` is its relative path or ''."""
         flags = os.O_RDONLY | DIRECTORY | OPEN_FLAGS
         directory = OpenFile(os.open(prefix or ".", flags, dir_fd=self._file.descriptor))
         with os.scandir(directory.descriptor) as entries:
@@ -202,6 +211,8 @@ class Folder:
 
     def open(self, key: str) -> OpenFile:
         """Open a file in this directory.
+
+        If the key or one of its folders is a link, the link is followed only to allowed places.
 
         Raises:
             OSError: The file cannot be opened.
@@ -221,7 +232,14 @@ class Folder:
         return self._open_link(key)
 
     def _open_link(self, key: str) -> OpenFile:
-        """Open the target of a link, if it is in this directory or in the `blobs` of a snapshot."""
+        """Open a file whose path contains a link.
+
+        The target must be in this directory. In the Hugging Face cache, where a file in
+        `snapshots/<revision>/` is a link, it may also be in the `blobs/` folder of the same model.
+
+        Raises:
+            UnsafePath: The link leads to another place.
+        """
         root = os.path.realpath(self.path)
         path = os.path.realpath(os.path.join(root, key))
 
@@ -239,6 +257,7 @@ class Folder:
             )
 
         file = OpenFile(os.open(path, READ_FLAGS | NO_FOLLOW))
+        # If another directory has the path by now, this may be a file of another checkpoint.
         if not self.is_in_place():
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
         return file
@@ -249,7 +268,8 @@ class PathFolder(Folder):
 
     Every use compares the identity of the directory at the path, and drops a file that was opened
     while another directory had the path. Only a directory that is replaced twice during one call,
-    the second time by itself, would go unnoticed."""
+    the second time by itself, would go unnoticed.
+    """
 
     def _open_directory(self) -> os.stat_result:
         return os.stat(self.path)
@@ -263,11 +283,20 @@ class PathFolder(Folder):
         return self._open_link(check_key(key))
 
 
-def _is_second_level(prefix: str, name: str) -> bool:
-    """Return whether a folder in the folder `prefix` is listed as well (`RANK_PREFIX`)."""
-    return prefix.count("/") == 1 and (
-        name.startswith(RANK_PREFIX) or name == UNIVERSAL_FOLDER or prefix == f"{UNIVERSAL_FOLDER}/"
-    )
+def _is_listed_folder(prefix: str, name: str) -> bool:
+    """Return whether the files of a subfolder belong to the checkpoint.
+
+    Args:
+        prefix: The parent of the subfolder, relative to the checkpoint: '' or `iter_0000200/`.
+        name: The name of the subfolder.
+    """
+    if name.startswith("."):
+        return False
+    if not prefix:
+        return True
+    # At the second level, only the folders of known training frameworks count.
+    is_known_name = name.startswith(RANK_PREFIX) or name == UNIVERSAL_FOLDER
+    return prefix.count("/") == 1 and (is_known_name or prefix == f"{UNIVERSAL_FOLDER}/")
 
 
 def open_folder(path: str, *, instead_of: str | None = None) -> Folder:
@@ -299,7 +328,7 @@ class FileHandle(Struct):
         return self.status.st_ino, self.status.st_size, self.status.st_mtime_ns
 
     def is_same_as(self, file: OpenFile) -> bool:
-        """Return whether an open file is this file, and has not been written to since."""
+        """Return whether an open file is this file, and was not written to in the meantime."""
         status = os.fstat(file.descriptor)
         return (
             os.path.samestat(status, self.status)
@@ -309,7 +338,7 @@ class FileHandle(Struct):
 
 
 class LocalStore(Store):
-    """A file, a directory, or the files of a directory that match a pattern (`actor/optim_*.pt`)."""
+    """A file, a directory, or the files of a directory that match a pattern (`dir/optim_*.pt`)."""
 
     is_gone = False
     is_folder = False
@@ -387,7 +416,8 @@ class LocalStore(Store):
             return list(self._keys)
 
     def size(self, key: str) -> int:
-        return (self._handles.get(key) or self._open(key)).status.st_size
+        handle = self._handles.get(key) or self._open(key)
+        return handle.status.st_size
 
     def read(self, key: str, start: int, out: memoryview) -> None:
         handle = self._handles.get(key) or self._open(key)
@@ -411,7 +441,11 @@ class LocalStore(Store):
     peek = read
 
     def map(self, key: str) -> memoryview | None:
-        """Map a file into memory. None if the process may not open more files: a mapping holds one."""
+        """Map a file into memory.
+
+        Returns:
+            None if the process may not open more files: a mapping keeps its file open.
+        """
         handle = self._open(key)
         with self._lock:
             if self._is_closed:
@@ -436,7 +470,8 @@ class LocalStore(Store):
         """Return the size, and the times of the last change of the content and of the status.
 
         Programs that restore a file can reset the time of its content (`mtime`), but not the other
-        time (`ctime`)."""
+        time (`ctime`).
+        """
         status = self._open(key).status
         return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
@@ -462,6 +497,10 @@ class LocalStore(Store):
         return sorted(changed_keys)
 
     def find_replaced(self) -> Keys:
+        """Return the keys whose path no longer leads to the file that was opened.
+
+        A save to the same path checks this first, because it would overwrite what is there now.
+        """
         with self._lock:
             handles = dict(self._handles)
             opened_keys = self._keys
@@ -520,13 +559,21 @@ class LocalStore(Store):
         return [key for key in keys if "/" not in key and fnmatchcase(key, self._pattern)]
 
     def _get_folder(self) -> Folder:
+        """Return the open directory of this store, which must not have been closed."""
         folder = self._folder
         if folder is None:
             raise Closed(CLOSED_MESSAGE, file=self.name)
         return folder
 
     def _open(self, key: str) -> FileHandle:
-        """Return the handle of a file. The first call opens the file."""
+        """Return the handle of a file. The first call opens the file.
+
+        The handle keeps the file open, unless the store has many files.
+
+        Raises:
+            Replaced: The file is not the one that another process has sent.
+            UnsafePath: This is not a regular file.
+        """
         with self._lock:
             if self._is_closed:
                 raise Closed(CLOSED_MESSAGE, file=self.name)
@@ -547,7 +594,11 @@ class LocalStore(Store):
             return self._handles[key]
 
     def _reopen(self, key: str, handle: FileHandle) -> OpenFile:
-        """Open a file that is not kept open. It must be the one that was opened first."""
+        """Open a file again that is not kept open.
+
+        Raises:
+            Replaced: The file is not the one that was opened first, or was written to since.
+        """
         if self._is_closed:
             raise Closed(CLOSED_MESSAGE, file=self.name)
         file = self._open_by_key(key)
@@ -559,7 +610,10 @@ class LocalStore(Store):
         return file
 
     def _open_by_key(self, key: str) -> OpenFile:
-        """Open a file. If the process has too many files open, close those that are kept and retry."""
+        """Open a file.
+
+        If the process has too many files open, close those that this store keeps open, and retry.
+        """
         try:
             try:
                 return self._open_file(key)
@@ -573,6 +627,7 @@ class LocalStore(Store):
             raise self._explain_error(key, error) from None
 
     def _open_file(self, key: str) -> OpenFile:
+        """Open a file of the directory, or the single file of this store."""
         if self.is_folder:
             return self._get_folder().open(key)
         if key != self._single:
@@ -589,7 +644,10 @@ class LocalStore(Store):
         return has_closed
 
     def _explain_error(self, key: str, error: OSError | UnicodeEncodeError) -> StoreError:
-        """Return the error to raise for a file: `Replaced` if the file existed before."""
+        """Return the error to raise for a file that cannot be opened or read.
+
+        This is `Replaced` if the file existed when the store was opened.
+        """
         label = self._label(key)
         was_there = (
             key in self._handles
@@ -611,7 +669,9 @@ class LocalStore(Store):
 def _split_pattern(path: str) -> tuple[str, str]:
     """Split a path with a star into a directory and the pattern for its files.
 
-    The pattern is empty if a file has the star in its name, or if no file matches.
+    Returns:
+        The directory and the pattern. If a file has the star in its name, or if no file matches:
+        the whole path and ''.
     """
     folder, pattern = os.path.split(path)
     if "*" not in pattern or os.path.lexists(path):
@@ -625,7 +685,7 @@ def _split_pattern(path: str) -> tuple[str, str]:
 def _restore_store(
     path: str, max_files: int, versions: Mapping[str, Version], index: str = ""
 ) -> LocalStore:
-    """Open the store that another process has pickled."""
+    """Open the store that another process has pickled (`LocalStore.__reduce__`)."""
     store = LocalStore(path, max_files=max_files)
     store.index = index
     store._expected_versions = versions
@@ -643,11 +703,19 @@ class DescriptorStore(Store):
     """A regular file that somebody else has open, under one key.
 
     Reads do not move the position of the file. The store duplicates the descriptor, so the owner
-    may close the original at any time."""
+    may close the original at any time.
+    """
 
     KEY = "file"
+    single_key = KEY
 
     def __init__(self, descriptor: int, *, name: str = "<open file>") -> None:
+        """Duplicate a descriptor.
+
+        Args:
+            descriptor: The descriptor of the file.
+            name: The name for messages.
+        """
         self.name = name
         self._file: OpenFile | None = OpenFile(os.dup(descriptor))
         self._position_lock: threading.Lock | None = None
@@ -666,7 +734,7 @@ class DescriptorStore(Store):
 
     def read(self, key: str, start: int, out: memoryview) -> None:
         file = self._get_file(key)
-        # preadv would take a negative offset for the current position of the file.
+        # preadv would take an offset of -1 for the current position of the file.
         if start < 0:
             raise Truncated(
                 f"cannot read from the negative offset {start}", file=self.name, offset=0
@@ -682,6 +750,8 @@ class DescriptorStore(Store):
         finally:
             # An exception keeps this frame alive. It must not keep the file open as well.
             del file
+
+    peek = read
 
     def close(self) -> None:
         """Close the duplicate. The original belongs to the caller."""
@@ -702,18 +772,24 @@ class DescriptorStore(Store):
 
 
 def read_at(descriptor: int, start: int, out: memoryview) -> None:
-    """Fill `out` with the bytes of an open file from `start` on."""
-    nbytes = out.nbytes
-    done_nbytes = 0
-    while done_nbytes < nbytes:
-        block = out[done_nbytes : done_nbytes + MAX_READ_NBYTES]
-        count = platform.preadv(descriptor, [block], start + done_nbytes)
-        if count == 0:
+    """Fill `out` with the bytes of an open file from the offset `start` on.
+
+    A system call may read fewer bytes than requested.
+
+    Raises:
+        Truncated: The file ends too early.
+    """
+    filled_nbytes = 0
+    while filled_nbytes < out.nbytes:
+        block = out[filled_nbytes : filled_nbytes + MAX_READ_NBYTES]
+        block_nbytes = platform.preadv(descriptor, [block], start + filled_nbytes)
+        if block_nbytes == 0:
+            missing_nbytes = out.nbytes - filled_nbytes
             raise Truncated(
-                f"the file shrank during the read: {nbytes - done_nbytes} bytes are missing",
-                offset=start + done_nbytes,
+                f"the file shrank during the read: {missing_nbytes} bytes are missing",
+                offset=start + filled_nbytes,
             )
-        done_nbytes += count
+        filled_nbytes += block_nbytes
 
 
 def store_error(
@@ -723,7 +799,8 @@ def store_error(
 
     Args:
         label: The path for the message.
-        error: The error of the file system.
+        error: The error. A `UnicodeEncodeError` means that the file system cannot store a character
+            of the path.
         inside: Whether the file belongs to a folder that was opened. Otherwise a missing file is a
             wrong path of the user, and gives `NoSuchPath`.
     """

@@ -101,7 +101,8 @@ class FileObjectStore(Store):
 
     A tensor is read in order and at once, because members of a zip and decompressors can only go
     back by starting again. After a read, or a block of reads (`reading`), the store restores the
-    position of the file object."""
+    position of the file object.
+    """
 
     read_profile = ReadProfile(is_sequential=True)
     KEY = "file"

@@ -91,10 +91,16 @@ def local_path(path: object) -> str:
 
 
 def _expand_home(text: str) -> str:
+    """Replace `~` or `~user` at the start of a path by the home folder of that user.
+
+    Raises:
+        BadPath: There is no such user.
+    """
     try:
         path = os.path.expanduser(text)
     except ValueError:
         path = text
+    # If there is no such user, the path still starts with a `~`.
     if _has_special_meaning(path):
         user = re.split(r"[/\\]", text)[0][:MAX_SHOWN_CHARACTERS]
         raise _make_error(f"cannot find the home folder {user!r}; {ABSOLUTE_PATH_HINT}", text)
@@ -136,7 +142,7 @@ def is_parsed_url(path: object) -> TypeGuard[Url]:
 
 
 def target_place(path: object, store: object | None = None, *, folder: bool = False) -> str:
-    """Return the place to write to, as `place_of` does.
+    """Return the place to write to: a local path or the `Url` of an object store.
 
     A slash at the end marks a folder. `pathlib.Path` removes that slash, so `folder` adds it.
 
@@ -154,12 +160,17 @@ def describe_place(path: object) -> str:
 
     `pathlib.Path` removes a slash of a URL, and `place_of` adds it again.
 
-    >>> describe_place(PurePath("s3://bucket/x")), describe_place("hf://org/model"),
-    describe_place(3) ('s3://bucket/x', 'hf://org/model', '3')"""
+    >>> describe_place(PurePath("s3://bucket/x"))
+    's3://bucket/x'
+    >>> describe_place("hf://org/model"), describe_place(3)
+    ('hf://org/model', '3')
+    """
     try:
         return place_of(path)
     except BadPath:
-        return os.fspath(path) if isinstance(path, str | PurePath) else describe_value(path)
+        if isinstance(path, str | PurePath):
+            return os.fspath(path)
+        return describe_value(path)
 
 
 def disambiguate_path(path: str) -> str:
@@ -194,7 +205,9 @@ def order_content_and_path(content: object, path: object) -> tuple[object, objec
         and not isinstance(path, path_types)
         and not hasattr(path, "write")
     )
-    return (path, content) if is_swapped else (content, path)
+    if is_swapped:
+        return path, content
+    return content, path
 
 
 def check_binary(file: object, mode: str) -> None:
@@ -214,7 +227,10 @@ def check_binary(file: object, mode: str) -> None:
 
 
 def _use_forward_slashes(text: str) -> str:
-    """Replace backslashes on Windows, unless the path starts with `\\\\?\\`: it is taken literally."""
+    """Replace backslashes on Windows.
+
+    A path that starts with `\\\\?\\` stays as it is, because Windows takes it literally.
+    """
     if not HAS_DRIVES or text.startswith("\\\\?\\"):
         return text
     return text.replace("\\", "/")
@@ -228,6 +244,7 @@ def _has_special_meaning(text: str) -> bool:
 
 
 def _strip_leading_dots(text: str) -> str:
+    """Remove `./` from the start of a path."""
     while text.startswith("./"):
         text = text[2:].lstrip("/")
     return text
@@ -255,10 +272,14 @@ def _explain_foreign_path(text: str) -> BadPath:
 
 
 def _describe_type(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    """Return the type of a value for a message, such as `a list`."""
+    if value is None:
+        return "None"
+    return f"a {type(value).__name__}"
 
 
 def _make_error(message: str, path: object, *, error_type: type[BadPath] = BadPath) -> BadPath:
+    """Return an error for something that is not a path. Its `errno` is EINVAL."""
     error = error_type(message, found=path)
     error.errno = errno.EINVAL
     return error

@@ -62,14 +62,15 @@ class LocalPlace(Value, frozen=True):
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """A key that is equal for two spellings of one place, and for stores of it
-        (`Store.identity`)."""
+        """A key that is equal for two spellings of one place, and for its store."""
         return "file", self.real
 
     @property
     def record_name(self) -> str:
-        """The name of this place in a record: its real folder and its own name, even if it is a
-        link."""
+        """The name of this place in a record of a run or a conversion.
+
+        It has the real folder and the name of the place itself, even if that is a link.
+        """
         folder, name = os.path.split(self.path.rstrip("/"))
         return os.path.join(os.path.realpath(folder), name)
 
@@ -77,7 +78,7 @@ class LocalPlace(Value, frozen=True):
     def uri(self) -> str:
         """The path as a URI. A relative path gives a relative URI."""
         path = PurePath(self.path)
-        # A drive with its colon follows the third slash (file:///C:/x), a server the second one.
+        # A drive and its colon follow the third slash (file:///C:/x), a server follows the second.
         drive = path.drive.replace("\\", "/")
         quoted_path = quote(path.as_posix()[len(drive) :].encode("utf-8", "surrogateescape"))
         if not path.is_absolute():
@@ -114,8 +115,10 @@ class LocalPlace(Value, frozen=True):
         return os.path.join(self.path, name) + ("/" if folder else "")
 
     def file(self, key: str) -> str:
-        """Return the place of a file in the store that was opened here. It may be this place
-        itself."""
+        """Return the place of a file in the store that was opened here.
+
+        If the store is a single file, this is the place itself.
+        """
         return self.below(key) if self.is_folder else self.path
 
     def is_same(self, other: Place) -> bool:
@@ -131,12 +134,16 @@ class LocalPlace(Value, frozen=True):
             return False
 
     def free_nbytes(self) -> int | None:
-        """Return how many bytes can be written here. None if there is no limit.
+        """Return how many bytes can be written at this place. None if there is no limit.
 
         Raises:
             StoreError: The file system does not tell.
         """
-        return free_nbytes(os.path.dirname(follow_link(self.path)) or os.curdir)
+        folder = os.path.dirname(follow_link(self.path)) or os.curdir
+        try:
+            return platform.count_free_nbytes(folder)
+        except OSError as error:
+            raise store_error(folder, error) from None
 
     def normalize(self, limits: Limits) -> str:
         """Return the place in its usual spelling, which shows whether it is a folder.
@@ -145,21 +152,21 @@ class LocalPlace(Value, frozen=True):
         """
         return str(Path(self.path))
 
-    def walk(self, most: int, problem: Problem) -> Iterator[tuple[str, Sequence[str]]]:
+    def walk(self, max_files: int, on_problem: Problem) -> Iterator[tuple[str, Sequence[str]]]:
         """Yield every folder at or under this place with the names of its files.
 
         Links to folders are not followed.
 
         Args:
-            most: The largest number of files to list in a bucket.
-            problem: At the end, this is called for each folder that cannot be listed.
+            max_files: The largest number of files to list in a bucket.
+            on_problem: At the end, this is called for each folder that cannot be listed.
         """
         errors: list[OSError] = []
         for folder, subfolders, file_names in os.walk(self.path, onerror=errors.append):
             subfolders.sort()
             yield str(Path(folder)), file_names
         for error in errors:
-            problem(str(error.filename), f"cannot list this folder: {error.strerror}")
+            on_problem(str(error.filename), f"cannot list this folder: {error.strerror}")
 
     def files(self) -> dict[str, int]:
         """Return the names of the files in this folder, sorted, with their sizes."""
@@ -167,7 +174,11 @@ class LocalPlace(Value, frozen=True):
         return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
     def stamps(self) -> Stamps | None:
-        """Return name, size and version of every file here. None if there is anything but files."""
+        """Return name, size and modification time of the file here, or of every file in the folder.
+
+        Returns:
+            Sorted by name; the name of a single file is ''. None if there is anything but files.
+        """
         path = self.path.rstrip("/")
         try:
             status = os.lstat(path)
@@ -179,20 +190,27 @@ class LocalPlace(Value, frozen=True):
             stamps: Stamps = []
             with os.scandir(path) as entries:
                 for entry in entries:
-                    status = entry.stat(follow_symlinks=False)
-                    if not stat.S_ISREG(status.st_mode):
+                    file_status = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISREG(file_status.st_mode):
                         return None
-                    stamps.append((entry.name, status.st_size, str(status.st_mtime_ns)))
+                    modified_ns = str(file_status.st_mtime_ns)
+                    stamps.append((entry.name, file_status.st_size, modified_ns))
         except OSError:
             return None
         return sorted(stamps)
 
     def store(self, limits: Limits, recover: Recover) -> Store:
-        """Open what is here.
+        """Open the file or the folder at this place.
+
+        If the place is missing, a save may be replacing it, or may have been interrupted. Then the
+        directory that the save has set aside is opened instead.
 
         Args:
             limits: The limits of the store.
-            recover: Returns the directory that an interrupted or running save set aside, or None.
+            recover: Returns the path of the directory that was set aside, or None.
+
+        Raises:
+            NoSuchPath: There is neither a checkpoint here nor one that was set aside.
         """
         missing_count = 0
         while True:
@@ -203,24 +221,24 @@ class LocalPlace(Value, frozen=True):
                     raise
                 missing_error = drop_tracebacks(error)
 
-            # While a save replaces a directory in two steps, the name is missing for a moment. It
-            # may be back by the time of `recover`, so the path counts as missing only at the second
-            # try.
             recovered_path = recover(self.path)
-            if recovered_path is None:
-                missing_count += not os.path.exists(self.path)
+            if recovered_path is not None:
+                try:
+                    return LocalStore(recovered_path, max_files=limits.files, instead_of=self.real)
+                except StoreError as error:
+                    # A save may have deleted this directory meanwhile. Then try the place itself again.
+                    if error.errno != errno.ENOENT:
+                        raise
+            elif not os.path.exists(self.path):
+                # While a save replaces a directory in two steps, its name is missing for a moment. It
+                # may be back by the time of `recover`. So only the second time means that it is missing.
+                missing_count += 1
                 if missing_count > 1:
                     try:
                         raise missing_error
                     finally:
                         # Otherwise the error and this frame would keep each other alive.
                         del missing_error
-                continue
-            try:
-                return LocalStore(recovered_path, max_files=limits.files, instead_of=self.real)
-            except StoreError as error:
-                if error.errno != errno.ENOENT:
-                    raise
 
 
 if TYPE_CHECKING:
@@ -251,22 +269,10 @@ def place_from_text(text: str) -> Place:
     return LocalPlace(text)
 
 
-def free_nbytes(folder: str) -> int:
-    """Return how many bytes can still be written in a folder.
-
-    Raises:
-        StoreError: The file system does not tell.
-    """
-    try:
-        return platform.count_free_nbytes(folder)
-    except OSError as error:
-        raise store_error(folder, error) from None
-
-
 def follow_link(path: str) -> str:
-    """Return where a path leads if its last part is a link, otherwise the path.
+    """Return the target of a path if its last component is a link, otherwise the path.
 
-    The system itself follows links in the other parts.
+    Links in the other components need no help: every system call follows them.
     """
     path = path.rstrip("/") or path
     return os.path.realpath(path) if os.path.islink(path) else path

@@ -35,8 +35,7 @@ from types import ModuleType
 from holdfast.core.runtime import make_fork_safe
 
 UNSUPPORTED_ERRNOS = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
-"""Errors of a kernel or file system that lacks a call or one of its flags (NFS, overlayfs: EINVAL).
-"""
+"""Errors of a kernel or file system that lacks a call or a flag (NFS, overlayfs: EINVAL)."""
 
 OPEN_FLAGS = (
     getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOINHERIT", 0)
@@ -74,8 +73,7 @@ HAS_DRIVES = os.name == "nt"
 """Whether a path may start with `C:`, and a backslash separates its parts."""
 
 BLOCK_NBYTES = 1 << 20
-"""Bytes that are copied through memory at a time. Larger blocks do not fit the second-level cache.
-"""
+"""Bytes that are copied through memory at a time. Larger blocks do not fit the L2 cache."""
 
 MIN_OPEN_FILES = 512
 """Files that every system lets a process open: the initial limit of the C library of Windows."""
@@ -151,8 +149,7 @@ def _read_into_buffer(descriptor: int, buffers: list[memoryview], start: int) ->
 
 
 preadv: Callable[[int, list[memoryview], int], int] = getattr(os, "preadv", _read_into_buffer)
-"""Reads from an offset into one buffer and returns the number of bytes; 0 at the end of the file.
-"""
+"""Reads from an offset into one buffer. Returns the number of bytes; 0 at the end of the file."""
 
 
 def _seek_and_read(descriptor: int, nbytes: int, start: int) -> bytes:
@@ -212,7 +209,7 @@ def copy_range(
 
 
 def sync(descriptor: int) -> None:
-    """Wait until the bytes of a file would survive a power cut, as far as the system promises that."""
+    """Wait until the bytes of a file are on the disk, as far as the system promises that."""
     if _fcntl is not None and _full_sync_command is not None:
         try:
             # fsync(2) of macOS hands the bytes to the disk, which may keep them in its own cache.

@@ -60,7 +60,7 @@ from holdfast.stores.files import (
     read_all,
     system_files,
 )
-from holdfast.stores.place import free_nbytes, place_at
+from holdfast.stores.place import place_at
 from holdfast.verbs.seals.document import SEAL, Stamp, seal_name, with_seal
 from holdfast.verbs.shared.planned import Planned, Saved
 
@@ -280,7 +280,7 @@ class RunDirectory(RunPlace):
         return os.path.isdir(self.path)
 
     def free(self) -> int | None:
-        return free_nbytes(self.path)
+        return place_at(os.path.join(self.path, "step")).free_nbytes()
 
     def sizes(self, step: Step) -> Sizes:
         return {entry.identity: entry.nbytes for entry in self._entries(step).values()}

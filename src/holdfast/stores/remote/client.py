@@ -140,7 +140,8 @@ class HedgeDelays:
 
     Of many requests, some are always slow because a server is busy or packets are lost. A request
     that takes several times as long as recent ones of its size is sent again, and the first answer
-    counts ("hedged requests"). Only few requests are that slow, so this costs little."""
+    counts ("hedged requests"). Only few requests are that slow, so this costs little.
+    """
 
     def __init__(self) -> None:
         self._lock = make_fork_safe(threading.Lock())
@@ -155,7 +156,7 @@ class HedgeDelays:
             self._recent_seconds[size_class].append(seconds)
 
     def get_delay_s(self, nbytes: int) -> float:
-        """Return how many seconds to wait for an answer of `nbytes` bytes before a second request."""
+        """Return how long to wait for an answer of `nbytes` bytes before a second request."""
         with self._lock:
             recent_seconds = list(self._recent_seconds.get(_get_size_class(nbytes), ()))
         if len(recent_seconds) < MIN_ANSWERS:
@@ -172,7 +173,8 @@ class Upload:
     """A running upload of one object, which is written from front to back.
 
     obstore sends the bytes in the background. It uses the memory of the caller until it has sent
-    them."""
+    them.
+    """
 
     def __init__(self, bucket: Bucket, key: str, file: AsyncWritableFile) -> None:
         self._bucket = bucket
@@ -639,7 +641,8 @@ def get_bucket(url: Url) -> Bucket:
     """Return the bucket of a URL.
 
     All URLs of a bucket share a `Bucket`, as long as the environment does not change. Its client
-    came with the URL, or is created from the environment."""
+    came with the URL, or is created from the environment.
+    """
     if is_forked():
         raise make_fork_error(url)
     try:

@@ -43,8 +43,7 @@ PERMANENT = re.compile(
     r"status code: 4(?!08|29)\d\d|<Code>InvalidRange</Code>|Wanted range starting at \d+"
     r"|Range started at \d+"
 )
-"""The same request would fail again. The statuses 408 (timeout) and 429 (too many requests) pass.
-"""
+"""The same request would fail again. 408 (timeout) and 429 (too many requests) may pass."""
 
 PAST_THE_END = re.compile(
     r"status code: 416|<Code>InvalidRange</Code>|Wanted range starting at \d+|Range started at \d+"
@@ -148,7 +147,8 @@ def count_client_retries(error: Exception, action: str, max_retries: int) -> int
 
     The message of obstore contains the number for requests. If the body of an answer breaks off,
     obstore requests the rest as often as it may, `max_retries` times, and does not report it. It
-    does not do so for the body of an error answer, which counts as part of the request."""
+    does not do so for the body of an error answer, which counts as part of the request.
+    """
     text = str(error)
     retries = re.search(r"after (\d+) retries", text)
     if retries is not None:
@@ -169,7 +169,7 @@ def find_existing(request: Callable[..., T], *arguments: object) -> T | None:
 
 
 def iterate_pauses(first_s: float = FIRST_PAUSE_S) -> Iterator[float]:
-    """Yield growing pauses in seconds, with jitter: many clients may have failed at the same time."""
+    """Yield growing pauses in seconds, with jitter: many clients may fail at the same time."""
     import random  # only for object stores
 
     pause_s = first_s

@@ -318,7 +318,8 @@ def make_fork_error(file: str) -> Unsupported:
     """Return the error for a request in a forked process. `file` is the URL of the request."""
     return Unsupported(
         "this process is a fork of one that had used object stores, and their client cannot be "
-        "forked; start processes with 'spawn' or 'forkserver', or fork before the first use of a URL",
+        "forked; start processes with 'spawn' or 'forkserver', or fork before the first use of a "
+        "URL",
         file=file,
     )
 

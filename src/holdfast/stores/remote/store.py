@@ -128,7 +128,7 @@ class RemoteStore(Store):
         return True
 
     def _read_first_window(self) -> bool:
-        """Read the first bytes of the object at the URL. Returns False if there is no such object."""
+        """Read the start of the object at the URL. Returns False if there is no such object."""
         key = self._url.key
         if not key:
             return False
@@ -199,7 +199,8 @@ class RemoteStore(Store):
         """List the objects under the prefix. Returns the keys of the files of a checkpoint.
 
         The versions of the objects are recorded, so no more requests are needed to know their
-        sizes."""
+        sizes.
+        """
         prefix = f"{self._url.key}/" if self._url.key else ""
         # Twice the limit, because the prefix may also have objects that are not files of a
         # checkpoint.
@@ -246,7 +247,8 @@ class RemoteStore(Store):
         """Fill `out` with bytes of a header, an index or a pickle.
 
         Such a file is parsed piece by piece. Therefore its bytes come from windows, blocks of 128
-        KiB that are fetched as a whole and kept, and not from a request for each piece."""
+        KiB that are fetched as a whole and kept, and not from a request for each piece.
+        """
         nbytes = self.size(key)
         stop = start + out.nbytes
         if start < 0 or stop > nbytes:

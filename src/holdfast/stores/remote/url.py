@@ -54,6 +54,11 @@ Recover = Callable[[str], str | None]
 
 
 class Url(str):
+    """The place of an object, or of all objects under a prefix, as text.
+
+    `LocalPlace` documents the members that a URL shares with a path.
+    """
+
     client: object | None = None
     """The obstore store that the caller passed, whose root is the bucket. None if Holdfast makes
     the client from the environment."""
@@ -97,7 +102,7 @@ class Url(str):
 
     @property
     def parent(self) -> Self:
-        """The prefix that contains this place; at the top, and for the bucket itself, the bucket."""
+        """The prefix that contains this place. At the top, this is the bucket."""
         return self.sibling("") if self.key else self
 
     @property
@@ -139,6 +144,7 @@ class Url(str):
         return None
 
     def normalize(self, limits: Limits) -> Self:
+        """Find out with a request whether this is an object or a prefix, and record the result."""
         from holdfast.stores.remote.store import RemoteStore
 
         store = RemoteStore(self, limits=limits)
@@ -146,20 +152,27 @@ class Url(str):
         self.folder = store.is_folder
         return self
 
-    def walk(self, most: int, problem: Problem) -> Iterator[tuple[str, Sequence[str]]]:
+    def walk(self, max_files: int, on_problem: Problem) -> Iterator[tuple[str, Sequence[str]]]:
+        """Yield the prefixes under this place, each with the names of its objects.
+
+        Args:
+            max_files: The largest number of objects.
+            on_problem: Called with this place and the reason if the objects cannot be listed.
+        """
         prefix = f"{self.key}/" if self.key else ""
         file_names: dict[str, list[str]] = {}
         try:
-            objects = self._bucket.list_objects(prefix, most)
+            objects = self._bucket.list_objects(prefix, max_files)
         except HoldfastError as error:
-            problem(self, str(error))
+            on_problem(self, str(error))
             return
         for remote_object in objects:
             folder, _, name = remote_object.key.removeprefix(prefix).rpartition("/")
             if name:
                 file_names.setdefault(folder, []).append(name)
         for folder, names in sorted(file_names.items()):
-            yield self.below(folder, folder=True) if folder else self, names
+            place = self.below(folder, folder=True) if folder else self
+            yield place, names
 
     def files(self) -> dict[str, int]:
         _, objects = self._bucket.list_folder(self.key)
@@ -169,12 +182,16 @@ class Url(str):
         }
 
     def stamps(self) -> Stamps | None:
+        """Return name, size and ETag of every object at or under this place, sorted by name.
+
+        Returns:
+            None if there are no objects, or if the store has no ETags: a change would go unnoticed.
+        """
         objects = self._bucket.list_objects(f"{self.key}/", MAX_STAMPED_OBJECTS)
         single_object = find_existing(self._bucket.head, self.key)
         if single_object is not None:
             objects = [item for item in objects if item.key != single_object.key]
             objects.insert(0, single_object)
-        # Without ETags, a change would go unnoticed.
         if not objects or any(item.etag is None for item in objects):
             return None
         return sorted(
@@ -193,6 +210,7 @@ class Url(str):
         return get_bucket(self)
 
     def _with_text(self, text: str, *, folder: bool = False) -> Self:
+        """Return a URL with another text and the client of this one."""
         url = type(self)(text)
         url.client = self.client
         url.folder = folder
@@ -202,15 +220,19 @@ class Url(str):
         return _make_url, (str(self), self.client, self.folder)
 
 
-def _make_url(text: str, client: object | None, folder: bool) -> Url:
+def _make_url(text: str, client: object | None, is_folder: bool) -> Url:
     url = Url(text)
     url.client = client
-    url.folder = folder
+    url.folder = is_folder
     return url
 
 
 def url_of(text: str, client: object | None = None) -> Url:
-    """Return a URL in its usual spelling, or the URL of a key in the bucket of a client.
+    """Return a URL in its usual spelling.
+
+    Args:
+        text: A URL. With a client, it may also be a key in the bucket of that client.
+        client: A store of obstore that the caller made.
 
     Raises:
         BadPath: The text is not a valid URL of an object store.
@@ -233,7 +255,7 @@ def url_of(text: str, client: object | None = None) -> Url:
         message = f"{text[:MAX_SHOWN_CHARACTERS]!r} is not the URL of an object store"
         raise BadPath(message, found=text)
 
-    # Of a URL with credentials, an error shows nothing but the scheme.
+    # The error must not show the credentials, so it shows only the scheme.
     if "@" in bucket and not scheme.startswith("abfs"):
         raise BadPath(
             "a URL must not contain credentials; set them in the environment, or pass a client in "
@@ -243,15 +265,16 @@ def url_of(text: str, client: object | None = None) -> Url:
     if "?" in bucket or not bucket:
         message = f"the URL has no bucket; use {scheme}://BUCKET/KEY"
         raise BadPath(message, found=f"{scheme}://{bucket}")
-    parts = key.rstrip("/").split("/")
-    if "\0" in key or any(part in (".", "..") for part in parts):
+    components = key.rstrip("/").split("/")
+    if "\0" in key or "." in components or ".." in components:
         raise BadPath(
             f"{text[:MAX_SHOWN_CHARACTERS]!r}: the key of an object must not contain NUL or a part "
             "'.' or '..'",
             found=text,
         )
-    path = "/".join(part for part in parts if part)
-    return _make_url(f"{scheme}://{bucket}/{path}".rstrip("/"), client, key.endswith("/"))
+    normalized_key = "/".join(component for component in components if component)
+    normalized_url = f"{scheme}://{bucket}/{normalized_key}".rstrip("/")
+    return _make_url(normalized_url, client, is_folder=key.endswith("/"))
 
 
 def _describe_client(client: object) -> tuple[str, str]:
