@@ -37,7 +37,7 @@ ROOM_TOKENS = {
     "cli": 24570,
     "core": 47200,
     "engine": 39100,
-    "engine/commit": 8460,
+    "engine/commit": 8135,
     "engine/targets": 14073,
     "extras": 230,
     "extras/maps": 12468,

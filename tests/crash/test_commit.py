@@ -39,7 +39,7 @@ def put_directory(
     path: Path | str, *, overwrite: bool = True, files: Files | None = None, **content: bytes
 ) -> None:
     with DirectoryTransaction(
-        path, overwrite=overwrite, replaceable={"a", "b"}.__contains__, files=files
+        path, overwrite=overwrite, is_replaceable={"a", "b"}.__contains__, files=files
     ) as t:
         for key, data in content.items():
             t.create(key).write(0, data)
@@ -659,14 +659,14 @@ def test_who_may_read_a_replaced_directory(tmp_path: Path, files: Files):
         (model / "a").chmod(0o600)
         (model / "b").chmod(0o640)
         model.chmod(folder_mode)
-        with DirectoryTransaction(model, overwrite=True, replaceable=str, files=files) as t:
+        with DirectoryTransaction(model, overwrite=True, is_replaceable=str, files=files) as t:
             (hidden,) = (tmp_path / name for name in names(tmp_path) if is_temporary(name))
             for key in ("a", "c"):
                 t.create(key).write(0, b"new")
                 assert modes(hidden)[key] == 0o600
             t.create("b")
             (hidden / "of another rank").write_bytes(b"new")
-            t.join("of another rank", 3)
+            t.add_from_rank("of another rank", 3)
             assert modes(hidden)[hidden.name] & 0o777 == 0o700
             t.commit()
         assert modes(model) == {
@@ -773,9 +773,9 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, make: object, lat
     if not late:
         make(tmp_path / "model")
     with (
-        pytest.raises(NotCommitted, match="no part of a checkpoint") as caught,
+        pytest.raises(NotCommitted, match="not part of a checkpoint") as caught,
         DirectoryTransaction(
-            tmp_path / "model", overwrite=True, replaceable="ab".__contains__
+            tmp_path / "model", overwrite=True, is_replaceable="ab".__contains__
         ) as t,
     ):
         assert late
@@ -985,7 +985,7 @@ def test_the_disk_is_told_to_begin_where_it_will_be_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
 ):
     """By a thread of its own, of each stretch once all of it is written; the fsync says what is wrong."""
-    monkeypatch.setattr(new_file, "STRETCH_NBYTES", 1 << 16)
+    monkeypatch.setattr(new_file, "WRITEBACK_NBYTES", 1 << 16)
     files, data = Begun(), os.urandom(4 << 16)
     with FileTransaction(tmp_path / "model", durable=durable, files=files) as t:
         t.file.allocate(len(data) + 5)
@@ -1005,7 +1005,7 @@ def test_what_the_disk_was_not_told_of_is_left_to_the_fsync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A disk that is slow to be told is not waited for stretch by stretch, and nobody touches a closed file."""
-    monkeypatch.setattr(new_file, "STRETCH_NBYTES", 1 << 12)
+    monkeypatch.setattr(new_file, "WRITEBACK_NBYTES", 1 << 12)
     begun, go = threading.Event(), threading.Event()
 
     class Slow(Begun):
@@ -1033,7 +1033,7 @@ def test_what_the_disk_was_not_told_of_is_left_to_the_fsync(
 def test_where_no_thread_starts_the_fsync_does_it_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(new_file, "STRETCH_NBYTES", 1 << 12)
+    monkeypatch.setattr(new_file, "WRITEBACK_NBYTES", 1 << 12)
     monkeypatch.setattr(new_file, "start_thread", lambda run, *, name, daemon: None)
     files, data = Begun(), os.urandom(1 << 16)
     with FileTransaction(tmp_path / "model", files=files) as t:

@@ -85,7 +85,7 @@ def put_directory(
     """Data files, then index files."""
     known = {*data, *index}
     with DirectoryTransaction(
-        path, durable=durable, overwrite=overwrite, replaceable=known.__contains__, files=files
+        path, durable=durable, overwrite=overwrite, is_replaceable=known.__contains__, files=files
     ) as t:
         for key, content in data.items():
             file = t.create(key)

@@ -1,8 +1,31 @@
-"""The commit: before it nothing at the target has changed, after it everything is there. On a disk; of a bucket, targets/ tells.
+"""Saves on a local file system. Readers see either the old checkpoint or the new one.
 
-transactions     `FileTransaction` and `DirectoryTransaction`: the steps, and what a failure of each means
-target           the name that a save is for, its permissions, and the words why it could not be had
-new_file         a file that is being written, and the disk that begins with it meanwhile; a finished file under a second name
-temporaries      the hidden names beside it: whose they are, who cleans them, what a crash between two renames leaves;
-                 `freed_in_background`: what a save replaced, freed on a thread of its own
+    model.pt                            model.pt                          model.pt
+    (old)                  ──►          (old)                ──►          (new)
+                                        .model.pt.<random>.tmp
+                                        (new, locked, not complete)
+            create, lock                        write, fsync              rename: the visible step
+
+The modules:
+
+    transactions    the steps of a save of one file or of a folder, and what a crash leaves at each
+    target          the place that a save is for, its permissions, and why a save cannot have it
+    new_file        a file that is being written; a file of a base that gets a second name
+    temporaries     the hidden names: locks, cleaning, recovery, and freeing what was replaced
+
+Two locks protect a save, both with flock(2), which the kernel releases if the process dies. The
+lock of the temporary keeps other saves from removing it as abandoned. The lock of the old folder,
+from just before the visible step on, keeps two saves from replacing the same folder at once. A save
+of a single file needs no second lock: the last rename wins, and both files are complete.
+
+Words of this room:
+
+    target          the file or folder that a save creates or replaces
+    temporary       the hidden file or folder beside the target into which a save writes
+    visible step    the rename or exchange after which readers find the new checkpoint
+    set aside       said of an old folder that was renamed to `.old`, on file systems that cannot
+                    exchange two names
+    abandoned       said of a temporary whose process died: nobody holds its lock
+    durable         said of what survives a power cut, because it and its name were synced
+    base            an older checkpoint whose unchanged files a save links instead of writing them
 """

@@ -1,8 +1,10 @@
-"""`NewFile`: a file that is being written, and the thread that has the disk begin with it meanwhile.
+"""Files that a save is writing, and the thread that lets the disk begin early.
 
-The disk is told to begin as soon as a stretch of the file is complete (`Writeback`), so that a save does not wait for it at the
-end. That is a hint: what goes wrong shows in the fsync. The writers themselves never tell the disk, because the call waits where
-the disk is busy: that gave 0.2 to 0.7 GB/s where a thread of its own gives 3.3 to 3.9, and no hint 2.6 to 2.8.
+If a save waited for the disk only in the fsync at the end, the disk would be idle before. So as
+soon as a block of the file is complete, the kernel is asked to start writing it to the disk
+(`Writeback`). That is only a hint: errors show in the fsync. The writing threads do not send it
+themselves, because the call waits while the disk is busy: this gave 0.2 to 0.7 GB/s, a thread of
+its own gives 3.3 to 3.9, and no hint at all 2.6 to 2.8.
 """
 
 from __future__ import annotations
@@ -17,115 +19,149 @@ from holdfast.engine.commit.temporaries import wait_for_room
 from holdfast.errors import NotCommitted
 from holdfast.stores.files import Buffer, Files, copy_all, write_all
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+FULL_DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 
-STRETCH_NBYTES = (
-    32 << 20
-)  # The disk is told of so much at a time: a request for less would cost more than it gains.
+WRITEBACK_NBYTES = 32 << 20
+"""How much the disk is asked to write at a time. Asking for less costs more than it gains."""
 
 
 class Writeback:
-    def __init__(self, files: Files, descriptor: int) -> None:
-        self._files, self._descriptor = files, descriptor
-        self._turn = threading.Condition(make_fork_safe(threading.Lock()))
-        self._written: dict[
-            int, int
-        ] = {}  # Bytes of each stretch, by its number, as far as they are written.
-        self._complete: list[int] = []  # Stretches that the disk is to be told of.
-        self._thread: threading.Thread | None = None
-        self._over = False
+    """Asks the disk to write the blocks of a file that are complete, on a thread of its own."""
 
-    def wrote(self, offset: int, nbytes: int) -> None:
-        """Bytes that were written. What is written a second time counts twice: the disk may be told early, and of it again."""
+    def __init__(self, files: Files, descriptor: int) -> None:
+        self._files = files
+        self._descriptor = descriptor
+        self._condition = threading.Condition(make_fork_safe(threading.Lock()))
+        self._written_nbytes: dict[int, int] = {}
+        """How much of each block was written, by the index of the block."""
+        self._complete_blocks: list[int] = []
+        """The indices of complete blocks that the disk must still be asked to write."""
+        self._thread: threading.Thread | None = None
+        self._has_ended = False
+
+    def add_written(self, offset: int, nbytes: int) -> None:
+        """Record that a range of the file was written.
+
+        Bytes that are written twice count twice. Then the disk is asked too early for a block,
+        which does no harm.
+        """
         stop = offset + nbytes
-        with self._turn:
-            if self._over:
+        with self._condition:
+            if self._has_ended:
                 return
             while offset < stop:
-                number = offset // STRETCH_NBYTES
-                end = min((number + 1) * STRETCH_NBYTES, stop)
-                before = self._written.get(number, 0)
-                self._written[number] = before + end - offset
-                if before < STRETCH_NBYTES <= self._written[number]:
-                    self._complete.append(number)
-                offset = end
-            if not self._complete:
+                block_index = offset // WRITEBACK_NBYTES
+                block_stop = min((block_index + 1) * WRITEBACK_NBYTES, stop)
+                nbytes_before = self._written_nbytes.get(block_index, 0)
+                nbytes_now = nbytes_before + block_stop - offset
+                self._written_nbytes[block_index] = nbytes_now
+                if nbytes_before < WRITEBACK_NBYTES <= nbytes_now:
+                    self._complete_blocks.append(block_index)
+                offset = block_stop
+
+            if not self._complete_blocks:
                 return
             if self._thread is None:
-                self._thread = start_thread(self._tell, name="holdfast-writeback", daemon=True)
-                # Where no thread can start nobody tells the disk, and the fsync does it all.
-                self._over = self._thread is None
-            self._turn.notify()
+                self._thread = start_thread(self._run, name="holdfast-writeback", daemon=True)
+                # If no thread can start, the fsync does all the work.
+                self._has_ended = self._thread is None
+            self._condition.notify()
 
     def end(self) -> None:
-        """Come back when no thread touches the descriptor any more. What the disk was not told of is left to the fsync.
+        """Stop the thread and wait for it. The fsync writes the blocks that are left.
 
-        Called before the descriptor is closed, since its number may be another file's afterwards.
+        Call this before closing the descriptor, whose number may belong to another file afterwards.
         """
-        with self._turn:
-            self._over = True
-            self._turn.notify()
-        # Kept until it is over: whoever is interrupted here comes again before the file is closed.
+        with self._condition:
+            self._has_ended = True
+            self._condition.notify()
+        # The thread is forgotten only after the join. If an interrupt stops the join, the next call
+        # waits again.
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def _tell(self) -> None:
+    def _run(self) -> None:
+        """Ask for complete blocks until `end` is called. This is the body of the thread."""
         while True:
-            with self._turn:
-                while not self._complete and not self._over:
-                    self._turn.wait()
-                if self._over:
+            with self._condition:
+                while not self._complete_blocks and not self._has_ended:
+                    self._condition.wait()
+                if self._has_ended:
                     return
-                number = self._complete.pop(0)
-            with suppress(OSError):  # the fsync reports it
-                self._files.begin_sync(self._descriptor, number * STRETCH_NBYTES, STRETCH_NBYTES)
+                block_index = self._complete_blocks.pop(0)
+            # If the disk has failed, the fsync reports it.
+            with suppress(OSError):
+                offset = block_index * WRITEBACK_NBYTES
+                self._files.begin_sync(self._descriptor, offset, WRITEBACK_NBYTES)
 
 
 class NewFile:
-    """A file of a save. `allocate` first, then `write` and `copy` from any number of threads."""
+    """A file that a save is writing.
 
-    def __init__(self, files: Files, descriptor: int, *, path: str, durable: bool = False) -> None:
+    Call `allocate` first. Then any number of threads may call `write` and `copy`. `finish` makes
+    the content durable and closes the file. The file is not visible to readers until its
+    transaction commits, so every failure is a `NotCommitted`.
+    """
+
+    def __init__(self, files: Files, descriptor: int, *, path: str, durable: bool) -> None:
+        """Take over an open file.
+
+        Args:
+            files: The file system.
+            descriptor: The open file.
+            path: What error messages call the file.
+            durable: Whether `finish` waits until the content would survive a power cut.
+        """
         self.descriptor = descriptor
         self.path = path
-        self.failed = False  # Whether a call on it failed; it is then never published.
-        self.complete = False
-        """Whether nothing more will be written to it, so that it may be finished when others need its descriptor."""
-        self._files = files
+        self.has_failed = False
+        """Whether a call on the file has failed. Then the file must not be published."""
+        self.is_complete = False
+        """Whether nothing more will be written, so that the file may be finished early."""
         self.is_open = True
-        self._is_durable = durable
+        self._files = files
+        self._durable = durable
         self._writeback: Writeback | None = None
-        """In a long file that will be synced: the disk then begins while the rest is summed, hashed and written."""
 
     def begin_writeback(self) -> None:
-        """Tell the disk of what is written from now on, before any thread writes."""
-        if self._is_durable:
+        """Let the disk begin with blocks that are written from now on, if the file is durable."""
+        if self._durable:
             self._writeback = Writeback(self._files, self.descriptor)
 
     def allocate(self, nbytes: int) -> None:
-        """Give the file its length and, where the file system can promise them, its blocks: a full disk shows here, not later."""
+        """Give the file its size, and reserve its blocks if the file system can.
+
+        So a full disk usually shows here, before anything is written. If replaced files are still
+        being freed in the background, this waits for them and tries once more.
+        """
         try:
             try:
                 self._files.allocate(self.descriptor, nbytes)
             except OSError as error:
-                if error.errno not in FULL or not wait_for_room():
+                if error.errno not in FULL_DISK_ERRNOS or not wait_for_room():
                     raise
                 self._files.allocate(self.descriptor, nbytes)
         except OSError as error:
-            raise self._refused(error, f"making room for {nbytes:,} bytes") from error
-        if nbytes >= STRETCH_NBYTES:
+            raise self._fail(error, f"making room for {nbytes:,} bytes") from error
+        if nbytes >= WRITEBACK_NBYTES:
             self.begin_writeback()
 
     def write(self, offset: int, data: Buffer) -> None:
+        """Write all bytes of a buffer at an offset."""
         try:
             write_all(self._files, self.descriptor, data, offset=offset)
         except OSError as error:
-            raise self._refused(error, f"writing at byte {offset}") from error
+            raise self._fail(error, f"writing at byte {offset}") from error
         if self._writeback is not None:
-            self._writeback.wrote(offset, memoryview(data).nbytes)
+            self._writeback.add_written(offset, memoryview(data).nbytes)
 
     def copy(self, source: int, nbytes: int, *, source_offset: int, offset: int) -> None:
-        """Copy a range from another open file, inside the kernel where it can. `Truncated` where the source ends too early."""
+        """Copy a range from another open file, in the kernel if possible.
+
+        Raises:
+            Truncated: The source ends before the range does.
+        """
         try:
             copy_all(
                 self._files,
@@ -136,33 +172,37 @@ class NewFile:
                 offset=offset,
             )
         except OSError as error:
-            raise self._refused(error, f"copying {nbytes:,} bytes to byte {offset}") from error
+            raise self._fail(error, f"copying {nbytes:,} bytes to byte {offset}") from error
         if self._writeback is not None:
-            self._writeback.wrote(offset, nbytes)
+            self._writeback.add_written(offset, nbytes)
 
     def sync(self) -> None:
-        """fsync. One failure is final: the pages may be gone, and a second fsync would say that all is well."""
+        """Wait until the content would survive a power cut (fsync).
+
+        A failure is final. The kernel may have dropped the pages, and would report success for a
+        second fsync.
+        """
         if self._writeback is not None:
             self._writeback.end()
         try:
             self._files.sync(self.descriptor)
         except OSError as error:
-            raise self._refused(error, "writing the file to the disk (fsync)") from error
+            raise self._fail(error, "writing the file to the disk (fsync)") from error
 
-    def finish(self, *, durable: bool) -> None:
-        """Sync and close, once; nothing can be written afterwards."""
+    def finish(self) -> None:
+        """Sync the file if it is durable, and close it. Does nothing if it is closed already."""
         if not self.is_open:
             return
-        if durable:
+        if self._durable:
             self.sync()
         self.is_open = False
         try:
             self._files.close(self.descriptor)
         except OSError as error:
-            raise self._refused(error, "closing the file") from error
+            raise self._fail(error, "closing the file") from error
 
-    def give_up(self) -> None:
-        """Close, whatever comes of it."""
+    def close_unfinished(self) -> None:
+        """Close the file without syncing it, and ignore errors."""
         if self.is_open:
             if self._writeback is not None:
                 self._writeback.end()
@@ -170,58 +210,80 @@ class NewFile:
             with suppress(OSError):
                 self._files.close(self.descriptor)
 
-    def _refused(self, error: OSError, doing: str) -> NotCommitted:
-        self.failed = True
-        return explain_failure(error, doing, self.path)
+    def _fail(self, error: OSError, action: str) -> NotCommitted:
+        """Record that a call has failed, and return the error for it."""
+        self.has_failed = True
+        return explain_failure(error, action, self.path)
 
 
-NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
-"""What link(2) answers on a file system without hard links."""
+NO_LINKS_ERRNOS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+"""Errors of link(2) on file systems without hard links."""
 
-CANNOT_LINK = NO_LINKS | {errno.EXDEV, errno.EMLINK, errno.EACCES, errno.EINVAL}
-"""And where this file can have no second name here: another mount, too many names, protected_hardlinks."""
+CANNOT_LINK_ERRNOS = NO_LINKS_ERRNOS | {errno.EXDEV, errno.EMLINK, errno.EACCES, errno.EINVAL}
+"""Errors of link(2) for a file that cannot get a second name here, although others can: it is on
+another mount, has 65,000 names, or belongs to another user (`protected_hardlinks`)."""
 
-CHANGED = "the base changed while it was read: this is not the file that it had; save again"
+BASE_CHANGED = "the base changed during the save, and no longer has this file; save again"
 
 
-def linked_or_copied(
-    files: Files, key: str, nbytes: int, *, source_at: int, at: int, label: str
+def link_or_copy_file(
+    files: Files,
+    key: str,
+    nbytes: int,
+    *,
+    source_dir_fd: int,
+    dir_fd: int,
+    path: str,
+    durable: bool,
 ) -> tuple[NewFile, bool]:
-    """The file in `source_at`, which has this length, under the same name in `at`; and whether it is the same file or a copy.
+    """Put a finished file of a base checkpoint into a new folder, under the same name.
 
-    A hard link costs nothing, and removing either directory leaves the other whole. Where the system refuses one (another mount,
-    65,000 names already, a file of somebody else's), the bytes are copied inside the kernel, which shares the blocks where it can.
+    A hard link costs nothing, and each of the two folders stays complete if the other one is
+    removed. If the system refuses a link, the bytes are copied in the kernel.
 
-    Raises `NotCommitted` where it is not there any more, or not as it was, and `OSError`.
+    Args:
+        files: The file system.
+        key: The name of the file.
+        nbytes: The size that it must have.
+        source_dir_fd: The folder of the base.
+        dir_fd: The new folder.
+        path: What error messages call the file.
+        durable: Whether to sync the file when it is finished.
+
+    Returns:
+        The file, and whether it is linked and not copied.
+
+    Raises:
+        NotCommitted: The base does not have this file any more.
+        OSError: The file system failed in another way.
     """
-    found = files.stat(key, dir_fd=source_at)
-    if found is None or found.kind != "file" or found.nbytes != nbytes:
-        raise NotCommitted(CHANGED, file=label, errno=errno.ESTALE)
+    expected = files.stat(key, dir_fd=source_dir_fd)
+    if expected is None or expected.kind != "file" or expected.nbytes != nbytes:
+        raise NotCommitted(BASE_CHANGED, file=path, errno=errno.ESTALE)
     try:
-        files.link(key, key, dir_fd=at, source_dir_fd=source_at)
+        files.link(key, key, dir_fd=dir_fd, source_dir_fd=source_dir_fd)
     except OSError as error:
-        if error.errno not in CANNOT_LINK:
+        if error.errno not in CANNOT_LINK_ERRNOS:
             raise
-        return _copied(files, key, nbytes, source_at=source_at, at=at, label=label), False
-    taken = NewFile(files, files.open(key, dir_fd=at), path=label)
-    try:
-        if files.inspect(taken.descriptor).identity != found.identity:
-            raise NotCommitted(CHANGED, file=label, errno=errno.ESTALE)
-    except BaseException:
-        taken.give_up()
-        raise
-    return taken, True
+        is_linked = False
+        descriptor = files.create(key, dir_fd=dir_fd)
+    else:
+        is_linked = True
+        descriptor = files.open(key, dir_fd=dir_fd)
 
-
-def _copied(files: Files, key: str, nbytes: int, *, source_at: int, at: int, label: str) -> NewFile:
-    made = NewFile(files, files.create(key, dir_fd=at), path=label)
+    new_file = NewFile(files, descriptor, path=path, durable=durable)
     try:
-        source = files.open(key, dir_fd=source_at)
-        try:
-            made.copy(source, nbytes, source_offset=0, offset=0)
-        finally:
-            files.close(source)
+        if is_linked:
+            # Another file may have got this name before it was linked.
+            if files.inspect(descriptor).identity != expected.identity:
+                raise NotCommitted(BASE_CHANGED, file=path, errno=errno.ESTALE)
+        else:
+            source = files.open(key, dir_fd=source_dir_fd)
+            try:
+                new_file.copy(source, nbytes, source_offset=0, offset=0)
+            finally:
+                files.close(source)
     except BaseException:
-        made.give_up()
+        new_file.close_unfinished()
         raise
-    return made
+    return new_file, is_linked

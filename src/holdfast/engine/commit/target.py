@@ -1,8 +1,9 @@
-"""`TargetName`: the name that a save is for, and the words for why a save could not have it.
+"""Finds the target of a save on a local file system, and explains why a save cannot have it.
 
-A path is followed through every link to the real place, once; its parent is opened, and from then on every name is relative to that
-descriptor. What no save could ever end at (a missing folder, a name that is too long, links in a circle, a name that looks like one
-of our temporaries) is refused here, before anything is written.
+A path is followed through all links to the real target, once. The parent folder is opened, and from
+then on every name is relative to its descriptor. So nobody can redirect a save by moving a folder
+or by changing a link. Targets that no save could have are refused here, before anything is written:
+a missing folder, a name that is too long, links in a circle, and names of temporaries.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from holdfast.core.value import Value
 from holdfast.engine.commit.temporaries import (
-    OVERHEAD,
+    OVERHEAD_NBYTES,
     SAFE_NAME_NBYTES,
     LockedEntry,
+    TargetLocation,
     list_folder,
-    repair,
+    restore_set_aside,
 )
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
 from holdfast.stores.files import FileEntry, Files, is_temporary
@@ -30,18 +31,26 @@ ADVICE = {
     errno.EIO: "the disk reports an input/output error; do not trust it, save elsewhere",
     errno.EACCES: "permission denied; check who may write into the folder",
     errno.EPERM: "the operation is not permitted; check who may write into the folder",
-    errno.ENOENT: "the folder, or something in it, is not there; create it, or see who removes files there",
-    errno.ENOTDIR: "a part of the path is no folder",
+    errno.ENOENT: "the folder, or something in it, is not there; create it, or see who removes "
+    "files there",
+    errno.ENOTDIR: "something in the path is not a folder",
     errno.EISDIR: "there is a folder with this name",
     errno.EEXIST: "something with this name exists; pass overwrite=True to replace it",
     errno.ENAMETOOLONG: "the name is too long for this file system",
-    errno.ELOOP: "links that go round in circles",
+    errno.ELOOP: "the links in the path form a circle",
     errno.EFBIG: "the file is larger than the file system or the user's limit allows",
     errno.EMFILE: "too many open files; raise `ulimit -n`",
     errno.EINTR: "a signal interrupted it; save again",
-    errno.EBUSY: "it is in use: a mount point or, on Windows, a file that a program has open; close that and save again",
+    errno.EBUSY: "it is in use: a mount point or, on Windows, a file that a program has open; "
+    "close that and save again",
 }
-"""What was found and what to do about it, by error code."""
+"""For each error code, what is wrong and what to do about it."""
+
+CHOWN_REFUSED_ERRNOS = frozenset(
+    {errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+)
+"""Errors of chown(2) for users who may not, for users that this namespace does not have, and on
+file systems without owners."""
 
 
 def explain_failure(error: OSError, action: str, path: str) -> NotCommitted:
@@ -58,7 +67,10 @@ def explain_failure(error: OSError, action: str, path: str) -> NotCommitted:
 
 
 def explain_uncertainty(message: str, path: str, error: OSError) -> DurabilityUncertain:
-    """Return the error for a save that is in place but perhaps not on the disk, after a failed call."""
+    """Return the error for a save that is visible, but whose last system calls failed."""
+    if isinstance(error, NotCommitted) and isinstance(error.__cause__, OSError):
+        # The message of a file that is not committed would be wrong now.
+        error = error.__cause__
     reason = error.strerror or error
     message = f"{message}: {reason}; save again before you rely on it"
     return DurabilityUncertain(message, file=path, errno=error.errno)
@@ -66,7 +78,14 @@ def explain_uncertainty(message: str, path: str, error: OSError) -> DurabilityUn
 
 @contextmanager
 def not_committed_on_error(action: str, path: str) -> Iterator[None]:
-    """Turn errors of the file system in the block into `NotCommitted`; our own errors pass."""
+    """Raise `NotCommitted` instead of an error of the file system in the block.
+
+    Holdfast's own errors pass unchanged.
+
+    Args:
+        action: What the block does, for the message, such as "creating a file".
+        path: The file or folder that the message names.
+    """
     try:
         yield
     except HoldfastError:
@@ -78,174 +97,197 @@ def not_committed_on_error(action: str, path: str) -> Iterator[None]:
         raise NotCommitted(message, file=path, errno=errno.EINVAL) from error
 
 
-def refuse_existing(
-    found: FileEntry | None, path: str, *, directory: bool, overwrite: bool
+def check_replaceable(
+    existing: FileEntry | None, path: str, *, is_folder: bool, overwrite: bool
 ) -> None:
-    """Raise `NotCommitted` where what is there cannot be replaced: it is of another kind, may not be, or is marked read-only."""
-    if found is None:
+    """Raise `NotCommitted` if a save must not replace what is at its target.
+
+    Args:
+        existing: What is there. None if nothing is.
+        path: The target, for messages.
+        is_folder: Whether a folder is saved instead of a file.
+        overwrite: Whether the caller allows to replace anything.
+    """
+    if existing is None:
         return
-    what = "folder" if directory else "file"
-    if directory and found.kind != "directory":
-        raise NotCommitted(
-            "a folder was to be saved and something else has this name; remove it",
-            file=path,
-            errno=errno.ENOTDIR,
-        )
-    if not directory and found.kind == "directory":
-        raise NotCommitted(
-            "a file was to be saved and there is a folder with this name",
-            file=path,
-            errno=errno.EISDIR,
-        )
-    if not directory and found.kind != "file":
-        raise NotCommitted(
-            "the target is no plain file (a device, a pipe or a socket)",
-            file=path,
-            errno=errno.EINVAL,
-        )
-    if not overwrite:
-        raise NotCommitted(
-            f"the {what} exists; pass overwrite=True to replace it", file=path, errno=errno.EEXIST
-        )
-    if not found.mode & 0o222:
-        raise NotCommitted(
-            f"the {what} is marked read-only; allow writing to it or save elsewhere",
-            file=path,
-            errno=errno.EACCES,
-        )
+
+    message = ""
+    code = errno.EEXIST
+    kind = "folder" if is_folder else "file"
+    if is_folder and existing.kind != "directory":
+        message = "a folder was to be saved and something else has this name; remove it"
+        code = errno.ENOTDIR
+    elif not is_folder and existing.kind == "directory":
+        message = "a file was to be saved and there is a folder with this name"
+        code = errno.EISDIR
+    elif not is_folder and existing.kind != "file":
+        message = "the target is not a regular file (a device, a pipe or a socket)"
+        code = errno.EINVAL
+    elif not overwrite:
+        message = f"the {kind} exists; pass overwrite=True to replace it"
+    elif not existing.mode & 0o222:
+        message = f"the {kind} is marked read-only; allow writing to it or save elsewhere"
+        code = errno.EACCES
+    if message:
+        raise NotCommitted(message, file=path, errno=code)
 
 
-NOT_GIVEN = frozenset(
-    {errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
-)
-"""What chown(2) answers to those who may not, for a user that this namespace does not have, and without owners at all."""
+class LocalTarget(TargetLocation, frozen=True):
+    """The target of a save on a local file system, with its parent folder open."""
 
+    path: str
+    """The path as the caller wrote it, for messages."""
+    existing: FileEntry | None
+    """What was there when the save began. None if nothing was."""
+    neighbor_names: Sequence[str] | None
+    """All names in the parent folder. None if this save did not list it."""
 
-class TargetName(Value, frozen=True):
-    files: Files
-    path: str  # What the caller said.
-    name: str
-    at: int  # The parent directory, open.
-    longest: int  # How many bytes a name may have there, or fewer where that is enough for this one's temporaries.
-    existing: FileEntry | None  # What there was when the save began.
-    neighbours: Sequence[str] | None
-    """The names in the parent directory. None if this save does not look for what dead processes left there."""
+    def may_have_become(self, temporary: LockedEntry) -> bool:
+        """Return whether a temporary has the name of the target now, after a rename has failed.
 
-    def holds(self, temporary: LockedEntry) -> bool:
-        """Whether the name stands for what was to be published now, or cannot be looked at."""
+        Also true if that cannot be found out: then nobody may say that the save changed nothing.
+        """
         try:
-            found = self.files.stat(self.name, dir_fd=self.at)
+            current = self.files.stat(self.name, dir_fd=self.dir_fd)
         except OSError:
             return True
-        return found is not None and found.identity == temporary.identity
+        return current is not None and current.identity == temporary.identity
 
-    def keep_access(
-        self, descriptor: int, like: FileEntry | None, *, found: FileEntry | None = None
+    def copy_access(
+        self, descriptor: int, model: FileEntry | None, *, current: FileEntry | None = None
     ) -> None:
-        """Give what is to replace something its user, its group and its permission bits, as far as we may. Nobody may do more with
-        it than before: where the group cannot be kept, it may do what everybody may. A directory keeps the setgid and the sticky
-        bit, too. `found` is what there is, where that is known."""
-        if like is None:
-            return
-        bits = 0o3777 if like.kind == "directory" else 0o777
-        wanted = like.mode & bits
-        with not_committed_on_error("giving it the permissions of what it replaces", self.path):
-            found = found or self.files.inspect(descriptor)
-            # Before the bits: what it is opened for is then opened for the right group.
-            if found.owner != like.owner and not self._give(descriptor, found, like):
-                wanted &= 0o1707 | (wanted & 0o007) << 3
-            # A file system without permissions (vfat) refuses to change them, and shows the same for everything.
-            if found.mode & bits != wanted:
-                self.files.chmod(descriptor, wanted)
+        """Give a new file the user, the group and the permission bits of the one it replaces.
 
-    def _give(self, descriptor: int, found: FileEntry, like: FileEntry) -> bool:
-        """Whether it has the group of what it replaces, after trying to give it that and the user."""
-        user, group = like.owner
-        for one in (user, -1):  # a user is given by root alone, a group by each of its members
+        This is done as far as the process is allowed to, and such that nobody can do more with the
+        new file than with the old one. If the group cannot be kept, the new group gets only the
+        rights that everybody has. Folders keep their setgid and sticky bits as well.
+
+        Args:
+            descriptor: The new file or folder.
+            model: What it replaces. If this is None, nothing is changed.
+            current: The metadata of the new file, if it is known.
+        """
+        if model is None:
+            return
+        kept_bits = 0o3777 if model.kind == "directory" else 0o777
+        mode = model.mode & kept_bits
+        with not_committed_on_error("giving it the permissions of what it replaces", self.path):
+            current = current or self.files.inspect(descriptor)
+            # The owner comes before the bits: otherwise the wrong group could open the file.
+            has_group = current.owner == model.owner or self._copy_owner(descriptor, current, model)
+            if not has_group:
+                rights_of_all = mode & 0o007
+                mode &= 0o1707 | rights_of_all << 3
+            # File systems without permissions (vfat) refuse this call, and show equal bits for
+            # all files.
+            if current.mode & kept_bits != mode:
+                self.files.chmod(descriptor, mode)
+
+    def _copy_owner(self, descriptor: int, current: FileEntry, model: FileEntry) -> bool:
+        """Try to give a file the user and group of another. Return whether it has the group."""
+        user, group = model.owner
+        # Only root may change the user, but each member of a group may give a file to the group.
+        for new_user in (user, -1):
             try:
-                self.files.chown(descriptor, one, group)
+                self.files.chown(descriptor, new_user, group)
             except OSError as error:
-                if error.errno not in NOT_GIVEN:
+                if error.errno not in CHOWN_REFUSED_ERRNOS:
                     raise
             else:
                 return True
-        return found.owner[1] == group
+        return current.owner[1] == group
 
     def close(self) -> None:
+        """Close the parent folder."""
         with suppress(OSError):
-            self.files.close(self.at)
+            self.files.close(self.dir_fd)
 
 
-def open_target(files: Files, path: str, *, replaces: bool = False) -> TargetName:
-    """Find the real target, undo what a crash left half-done there, and refuse what no save could end at. What surely `replaces` a
-    file, whatever is there, need not list a large folder every time."""
+def open_target(files: Files, path: str, *, is_listing_optional: bool = False) -> LocalTarget:
+    """Open the target of a save, and repair what a crash of an earlier save left there.
+
+    Args:
+        files: The file system.
+        path: The path as the caller wrote it. A link stands for the file behind it.
+        is_listing_optional: Whether the parent folder need not be listed if it is large. The save
+            must be one that may replace any file.
+
+    Returns:
+        The target, which the caller must close.
+
+    Raises:
+        NotCommitted: No save could end at this path.
+    """
     if not path or "\0" in path:
-        raise NotCommitted(
-            "a path is needed, without NUL characters", file=path, errno=errno.EINVAL
-        )
+        message = "a save needs a path without NUL characters"
+        raise NotCommitted(message, file=path, errno=errno.EINVAL)
+
     parent, name = os.path.split(path)
-    opening = f"opening the folder to save into ({parent or '.'})"
+    action = f"opening the folder to save into ({parent or '.'})"
     target = None
     if name not in ("", os.curdir, os.pardir):
-        # The system itself follows the links on the way to a folder.
-        folder = parent or os.curdir
-        target = _look_up(files, path, folder, name=name, replaces=replaces, opening=opening)
-    if target is None:
-        # The name is a link, or is no name: now the whole path is followed by hand.
-        with not_committed_on_error(opening, path):
-            folder, name = os.path.split(files.resolve(path))
-        if not name:
-            raise NotCommitted(
-                "the root of the file system is no place for a checkpoint",
-                file=path,
-                errno=errno.EINVAL,
-            )
-        target = _look_up(files, path, folder, name=name, replaces=replaces, opening=opening)
-    if target is None:
-        raise explain_failure(
-            OSError(errno.ELOOP, "Too many levels of symbolic links"), "looking at the target", path
+        # The system itself follows the links on the way to the folder.
+        target = _open_in_folder(
+            files, path, parent or os.curdir, name, is_listing_optional=is_listing_optional
         )
+    if target is None:
+        # The last component is a link or not a name, so the whole path must be resolved.
+        with not_committed_on_error(action, path):
+            parent, name = os.path.split(files.resolve(path))
+        if not name:
+            message = "a checkpoint cannot be saved to the root of the file system"
+            raise NotCommitted(message, file=path, errno=errno.EINVAL)
+        target = _open_in_folder(files, path, parent, name, is_listing_optional=is_listing_optional)
+    if target is None:
+        # A resolved path ends in a link only if the links form a circle.
+        circle = OSError(errno.ELOOP, "Too many levels of symbolic links")
+        raise explain_failure(circle, "looking at the target", path)
     return target
 
 
-def _look_up(
-    files: Files, path: str, parent: str, *, name: str, replaces: bool, opening: str
-) -> TargetName | None:
-    """Return the target of this name in a folder, None if it is a link. `opening` names the first step in errors."""
-    with not_committed_on_error(opening, path):
-        at = files.open_directory(parent)
-    target: TargetName | None = None
+def _open_in_folder(
+    files: Files, path: str, parent: str, name: str, *, is_listing_optional: bool
+) -> LocalTarget | None:
+    """Open the target with this name in a folder. Returns None if it is a link."""
+    with not_committed_on_error(f"opening the folder to save into ({parent})", path):
+        dir_fd = files.open_directory(parent)
+    target: LocalTarget | None = None
     try:
         with not_committed_on_error("looking at the target", path):
             name_nbytes = len(name.encode("utf-8", "surrogateescape"))
-            # A folder on another machine takes time to answer.
-            is_short = name_nbytes <= SAFE_NAME_NBYTES - OVERHEAD
-            longest = SAFE_NAME_NBYTES if is_short else files.longest_name(at)
-            if name_nbytes > longest:
+            max_name_nbytes = SAFE_NAME_NBYTES
+            if name_nbytes > SAFE_NAME_NBYTES - OVERHEAD_NBYTES:
+                # This asks the file system, which takes time if it is on another machine.
+                max_name_nbytes = files.longest_name(dir_fd)
+            if name_nbytes > max_name_nbytes:
                 raise OSError(errno.ENAMETOOLONG, "File name too long")
             if name.startswith(".") and is_temporary(name):
-                raise NotCommitted(
-                    "names of this form are temporaries, which saves remove; choose another",
-                    file=path,
-                    errno=errno.EINVAL,
+                message = (
+                    "names of this form are temporaries, which saves remove; choose another name"
                 )
-            existing = files.stat(name, dir_fd=at)
+                raise NotCommitted(message, file=path, errno=errno.EINVAL)
+
+            existing = files.stat(name, dir_fd=dir_fd)
             if existing is not None and existing.kind == "link":
                 return None
-            neighbours: Sequence[str] | None = ()
+
+            neighbor_names: Sequence[str] | None = ()
             try:
-                neighbours = list_folder(files, at, is_optional=replaces)
+                neighbor_names = list_folder(files, dir_fd, is_optional=is_listing_optional)
             except OSError:
-                # Of a target that is there, the folder need not be readable.
+                # A folder may be writable without being readable. That is no reason to refuse a
+                # save that replaces an existing target.
                 if existing is None:
                     raise
-            if existing is None and repair(
-                files, name, at=at, there=neighbours or (), longest=longest
-            ):
-                existing = files.stat(name, dir_fd=at)
-            target = TargetName(files, path, name, at, longest, existing, neighbours)
+
+            location = TargetLocation(files, name, dir_fd, max_name_nbytes)
+            if existing is None and restore_set_aside(location, neighbor_names or ()):
+                existing = files.stat(name, dir_fd=dir_fd)
+            target = LocalTarget(
+                files, name, dir_fd, max_name_nbytes, path, existing, neighbor_names
+            )
     finally:
         if target is None:
             with suppress(OSError):
-                files.close(at)
+                files.close(dir_fd)
     return target

@@ -1,18 +1,24 @@
-"""The hidden names that a save uses beside its target, whose they are, and what becomes of those that a dead process left.
+"""The hidden files and folders that a save uses beside its target.
 
-    .model.pt.0123456789abcdef.tmp     a file or directory that is being written; after an exchange, the directory that it replaced
-    .step-100.0123456789abcdef.old     a directory that was moved aside, on file systems that cannot exchange two names
+    .model.pt.0123456789abcdef.tmp    A temporary: a file or folder that a save is writing. After
+                                      an exchange of names, the folder that was replaced.
+    .step-100.0123456789abcdef.old    A folder set aside: the old checkpoint, on file systems that
+                                      cannot exchange two names. For a moment it is the only one.
 
-**Whose.** Every live transaction holds flock(2) on its temporary, which the kernel drops with the process. So what can be locked
-belongs to nobody, and `remove_abandoned` removes exactly that. `claim` closes the gap between
-creating and locking. Where a file system has no locks, nothing is cleaned.
+**Who owns a temporary.** Every save holds a lock (flock) on its temporary until it ends. The kernel
+releases the lock if the process dies. So whatever can be locked is abandoned, and
+`remove_abandoned` removes exactly that. A cleaner can also lock a new temporary before its owner
+does: `create_temporary` notices this and creates another one. On file systems without locks nothing
+is cleaned.
 
-**How often.** To look for them means to list the folder. The first save of a file by a process in a folder does, and then again
-after as many saves as a 64th of what lay there: so a save costs the same beside ten files and beside a hundred thousand. What may
-not replace anything, and what replaces a directory, always looks.
+**How often a folder is cleaned.** Cleaning lists the folder. In a large folder, the saves of single
+files do that only now and then: after a listing of n names, the next n / 64 saves skip it. So a
+save costs about the same beside ten files and beside a hundred thousand. Saves that replace a
+folder, or that must not replace anything, always list it.
 
-**Recovery.** A target that does not exist while exactly one `.old` of it does was caught between two renames (docs/design/004).
-`find_recoverable` tells where the checkpoint is, for `open`; `repair`, at the start of the next save, moves it back.
+**Recovery.** If a target does not exist and exactly one folder was set aside for it, a crash
+stopped a save between two renames (docs/design/004). `find_recoverable` finds this folder for
+readers, and `restore_set_aside` gives it its name back when the next save begins.
 """
 
 from __future__ import annotations
@@ -20,121 +26,171 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from holdfast.core.runtime import at_fork, make_fork_safe, start_thread
+from holdfast.core.value import Value
 from holdfast.stores.files import FileEntry, Files, is_temporary, system_files
 from holdfast.stores.paths import AnyPath, local_path
 
-ATTEMPTS = 100  # How often a temporary is made again because a cleaner took it; once is already a rare accident.
-OVERHEAD = len("..0123456789abcdef.tmp")
+MAX_ATTEMPTS = 100
+"""How often a save creates a new temporary because a cleaner removed it. Even once is rare."""
 
-SAFE_NAME_NBYTES = (
-    143  # Of a name, on every file system that we know of: eCryptfs has the shortest.
-)
+RANDOM_LENGTH = len("0123456789abcdef.tmp")
+"""The length of the end of a hidden name: a random number and the suffix `tmp` or `old`."""
 
-ABANDONED_S = (
-    24 * 3600
-)  # Age of an unchanged temporary that counts as nobody's where locks may not tell.
+OVERHEAD_NBYTES = len("..") + RANDOM_LENGTH
+"""How much longer the name of a temporary is than the name of its target."""
+
+SAFE_NAME_NBYTES = 143
+"""The length of a name that every known file system allows. eCryptfs has the lowest limit."""
+
+MIN_ABANDONED_AGE_S = 24 * 3600
+"""How long a temporary must be unchanged to count as abandoned where locks may not work."""
 
 NO_LOCKS_ERRNOS = frozenset(
     {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 )
-"""What flock(2) answers on a file system without locks (Lustre mounted with `noflock`, some FUSE)."""
+"""Errors of flock(2) on file systems without locks: Lustre mounted with `noflock`, some FUSE."""
+
+MIN_LARGE_FOLDER = 64
+"""The number of names from which on a folder is not listed by every save."""
+
+MAX_LARGE_FOLDERS = 256
+"""How many large folders a process remembers."""
+
+_saves_until_listing: dict[tuple[int, int], int] = {}
+"""How many more saves into a large folder need not list it. The key is the folder's identity.
+
+Threads change it without a lock: a lost update means one listing more or less.
+"""
 
 
-LISTED = 64  # Names in a folder that a save may pay for. Up to so many it always looks.
-MOST_FOLDERS = 256  # Folders that are remembered.
-_listed: dict[
-    tuple[int, int], int
-] = {}  # By the identity of a folder: how many saves in it come before it is listed again.
+class TargetLocation(Value, frozen=True):
+    """The name of a target in its open parent folder."""
+
+    files: Files
+    name: str
+    dir_fd: int
+    """The descriptor of the parent folder."""
+    max_name_nbytes: int
+    """How long a name may be in this folder. It may be less than the file system allows, as long as
+    it is enough for the temporaries of this target."""
+
+    def has_temporary(self, name: str) -> bool:
+        """Return whether a name is a temporary of this target or a folder set aside for it."""
+        prefix = f".{shorten_name(self.name, self.max_name_nbytes)}."
+        return is_temporary(name) and name[:-RANDOM_LENGTH] == prefix
 
 
-def list_folder(files: Files, at: int, *, is_optional: bool) -> Sequence[str] | None:
-    """List the folder of a target. None if `is_optional`, and earlier saves listed it not long ago.
+def list_folder(files: Files, dir_fd: int, *, is_optional: bool) -> Sequence[str] | None:
+    """List the parent folder of a target, unless it is large and was listed not long ago.
 
-    A count that another thread changes meanwhile is one listing more or less.
+    Args:
+        files: The file system.
+        dir_fd: The descriptor of the folder.
+        is_optional: Whether the save can do without the list.
+
+    Returns:
+        The names. None if the list is optional and was skipped.
     """
-    identity = files.inspect(at).identity if _listed else None
-    if identity is not None and is_optional and _listed.get(identity, 0) > 0:
-        _listed[identity] -= 1
+    identity = files.inspect(dir_fd).identity
+    saves_left = _saves_until_listing.pop(identity, 0)
+    if is_optional and saves_left > 0:
+        _saves_until_listing[identity] = saves_left - 1
         return None
-    names = files.list(at)
-    if identity is not None:
-        _listed.pop(identity, None)
-    if len(names) >= LISTED:
-        while len(_listed) >= MOST_FOLDERS:
-            _listed.pop(next(iter(_listed)), None)
-        _listed[files.inspect(at).identity] = len(names) // LISTED
+
+    names = files.list(dir_fd)
+    if len(names) >= MIN_LARGE_FOLDER:
+        while len(_saves_until_listing) >= MAX_LARGE_FOLDERS:
+            _saves_until_listing.pop(next(iter(_saves_until_listing)), None)
+        _saves_until_listing[identity] = len(names) // MIN_LARGE_FOLDER
     return names
 
 
-def make_temporary_name(name: str, *, suffix: str = "tmp", longest: int = 255) -> str:
-    """A new hidden name for a target, of at most `longest` bytes."""
-    return f".{_stem(name, longest)}.{os.urandom(8).hex()}.{suffix}"
+def make_temporary_name(name: str, *, suffix: str = "tmp", max_nbytes: int = 255) -> str:
+    """Make up a new hidden name for a target.
+
+    Args:
+        name: The name of the target.
+        suffix: `tmp` for a temporary, `old` for a folder that is set aside.
+        max_nbytes: The length that the hidden name may have.
+    """
+    return f".{shorten_name(name, max_nbytes)}.{os.urandom(8).hex()}.{suffix}"
 
 
-def _stem(name: str, longest: int) -> str:
-    """A target's part in its temporaries' names: the name, or where that is too long its start and a digest of all of it.
+def shorten_name(name: str, max_nbytes: int) -> str:
+    """Shorten the name of a target so that the names of its temporaries are not too long.
 
-    >>> _stem("model.pt", 255)
+    A long name is cut and gets a hash of the whole name. Without the hash, two targets whose names
+    begin alike would take each other's set-aside folders for their own.
+
+    >>> shorten_name("model.pt", 255)
     'model.pt'
-    >>> len(_stem("x" * 255, 255))
+    >>> len(shorten_name("x" * 255, 255))
     233
     """
-    room = longest - OVERHEAD
+    max_stem_nbytes = max_nbytes - OVERHEAD_NBYTES
     encoded = name.encode("utf-8", "surrogateescape")
-    if len(encoded) <= room:
+    if len(encoded) <= max_stem_nbytes:
         return name
-    # Without the digest, two long names with one start would take each other's `.old` for their own.
     digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
-    start = encoded[: room - len(digest) - 1].decode("utf-8", "ignore")
-    return f"{start}~{digest}"
-
-
-def _ours(name: str, *, suffix: str, longest: int) -> Callable[[str], bool]:
-    # A pattern with the name in it would be compiled for every save.
-    prefix, rest = f".{_stem(name, longest)}.", re.compile(rf"[0-9a-f]{{16}}\.{suffix}")
-    return lambda entry: entry.startswith(prefix) and rest.fullmatch(entry, len(prefix)) is not None
+    beginning = encoded[: max_stem_nbytes - len(digest) - 1].decode("utf-8", "ignore")
+    return f"{beginning}~{digest}"
 
 
 class LockedEntry:
-    """A name in a directory, open and locked: ours for as long as the descriptor is."""
+    """An open file or folder with the name under which it was opened.
 
-    def __init__(self, files: Files, name: str, *, at: int, descriptor: int) -> None:
+    The caller locks it right after opening it. While the descriptor is open, the lock tells other
+    processes that a save is using the entry.
+    """
+
+    def __init__(self, files: Files, name: str, *, dir_fd: int, descriptor: int) -> None:
+        """Describe an entry that is already open.
+
+        Args:
+            files: The file system.
+            name: The name of the entry.
+            dir_fd: The descriptor of the folder that has this name.
+            descriptor: The descriptor of the entry.
+        """
         self.files = files
         self.name = name
-        self.at = at
+        self.dir_fd = dir_fd
         self.descriptor = descriptor
-        self.found = files.inspect(descriptor)
-        self.identity = self.found.identity
+        self.metadata = files.inspect(descriptor)
+        self.identity = self.metadata.identity
 
     @classmethod
-    def open_directory(cls, files: Files, name: str, *, at: int) -> LockedEntry:
-        """Open a directory under its name; locking it is the next thing to do."""
-        descriptor = files.open_directory(name, dir_fd=at)
+    def open_directory(cls, files: Files, name: str, *, dir_fd: int) -> LockedEntry:
+        """Open a folder by its name. The caller must lock it next."""
+        descriptor = files.open_directory(name, dir_fd=dir_fd)
         try:
-            return cls(files, name, at=at, descriptor=descriptor)
+            return cls(files, name, dir_fd=dir_fd, descriptor=descriptor)
         except BaseException:
             with suppress(OSError):
                 files.close(descriptor)
             raise
 
     def is_in_place(self) -> bool:
-        """Whether the name still stands for what is open."""
-        found = self.files.stat(self.name, dir_fd=self.at)
-        return found is not None and found.identity == self.identity
+        """Return whether the name still belongs to the open entry, and not to another one."""
+        metadata = self.files.stat(self.name, dir_fd=self.dir_fd)
+        return metadata is not None and metadata.identity == self.identity
 
     def close(self) -> None:
+        """Close the descriptor, which releases the lock."""
         self.files.close(self.descriptor)
 
 
 def try_lock(files: Files, descriptor: int) -> bool:
-    """Take the lock of something that is ours; where there are no locks nobody cleans, and it is ours without."""
+    """Lock a file or folder that this process created, and return whether that succeeded.
+
+    On a file system without locks this returns True: nobody cleans there, so no lock is needed.
+    """
     try:
         return files.lock(descriptor)
     except OSError as error:
@@ -143,262 +199,327 @@ def try_lock(files: Files, descriptor: int) -> bool:
         raise
 
 
-def claim(
-    files: Files, name: str, *, at: int, directory: bool, private: bool, longest: int
-) -> LockedEntry:
-    """Make a temporary for a target, locked and certainly still there."""
-    for _ in range(ATTEMPTS):
-        temporary = make_temporary_name(name, longest=longest)
-        descriptor = None
+def create_temporary(location: TargetLocation, *, is_folder: bool, is_private: bool) -> LockedEntry:
+    """Create a temporary for a target and lock it.
+
+    A process that dies here leaves an empty temporary, which the next save removes.
+
+    Args:
+        location: The target.
+        is_folder: Whether to create a folder instead of a file.
+        is_private: Whether only this user may access it for now.
+
+    Returns:
+        The temporary, which certainly still has its name and belongs to this process.
+    """
+    files = location.files
+    dir_fd = location.dir_fd
+    for _ in range(MAX_ATTEMPTS):
+        name = make_temporary_name(location.name, max_nbytes=location.max_name_nbytes)
+        descriptor: int | None = None
         try:
-            if directory:
-                files.mkdir(temporary, dir_fd=at, private=private)
-                # If it is not there any more, a cleaner was faster.
+            if is_folder:
+                files.mkdir(name, dir_fd=dir_fd, private=is_private)
+                # If the folder is missing, a cleaner has removed it already.
                 with suppress(FileNotFoundError):
-                    descriptor = files.open_directory(temporary, dir_fd=at)
+                    descriptor = files.open_directory(name, dir_fd=dir_fd)
             else:
-                descriptor = files.create(temporary, dir_fd=at, private=private)
+                descriptor = files.create(name, dir_fd=dir_fd, private=is_private)
             if descriptor is None:
                 continue
+
             if try_lock(files, descriptor):
-                claimed = LockedEntry(files, temporary, at=at, descriptor=descriptor)
-                if claimed.is_in_place():
-                    return claimed
-            # A cleaner locked it first, and removes it or has done so already.
+                temporary = LockedEntry(files, name, dir_fd=dir_fd, descriptor=descriptor)
+                if temporary.is_in_place():
+                    return temporary
+            # A cleaner locked the entry first. It removes it, or has done so already.
             files.close(descriptor)
         except BaseException:
-            # Also an interrupt between a call and the next line: the name is ours alone, whatever
-            # was done under it.
+            # This includes an interrupt right after a call succeeded. The random name belongs to
+            # this save alone, so it can be removed whatever has happened.
             with suppress(OSError):
-                (files.rmdir if directory else files.unlink)(temporary, dir_fd=at)
+                if is_folder:
+                    files.rmdir(name, dir_fd=dir_fd)
+                else:
+                    files.unlink(name, dir_fd=dir_fd)
             if descriptor is not None:
                 with suppress(OSError):
                     files.close(descriptor)
             raise
     raise OSError(
-        errno.EAGAIN, f"other processes removed {ATTEMPTS} temporaries while they were made"
+        errno.EAGAIN,
+        f"other processes removed {MAX_ATTEMPTS} temporaries right after their creation",
     )
 
 
 def remove_abandoned(
-    files: Files, name: str, *, at: int, there: Sequence[str], directories: bool, longest: int
+    location: TargetLocation, names: Sequence[str], *, include_set_aside: bool
 ) -> None:
-    """Remove the temporaries here that no live process holds, of all that is `there`. What cannot be removed stays.
+    """Remove the temporaries in a folder that no live process holds.
 
-    Those of this target, and the `.tmp` of every other: a run that was killed at one step goes on with another. An `.old` of
-    another target may be the only copy of it. Where other machines may be writing here and locks may not tell, the temporary of
-    another target is left until nothing has changed in it for a day.
+    This covers the temporaries of all targets in the folder, since a run that was killed at one
+    step goes on with another one. Folders that were set aside are removed only for this target: for
+    another target it may be the only copy. Entries that cannot be removed stay.
 
-    Only plain files, and directories that hold nothing but plain files; anything else is not our work. A directory may be the
-    old content of an exchange that is not on disk yet, so the parent is synced before one is emptied. Without `directories`, as
-    for a save of one file, an `.old` directory stays: a file of this name says nothing about the directory that was set aside.
+    A crash during this function leaves some of these entries for the next save.
+
+    Args:
+        location: The target that is about to be saved.
+        names: All names in its parent folder.
+        include_set_aside: Whether to remove folders that were set aside for the target. A save of a
+            single file leaves them: a file of this name cannot replace such a folder.
     """
-    with suppress(OSError):
-        ours: Callable[[str], bool] | None = None
-        for entry in there:
-            # Of a hundred thousand names nearly all are done with here.
-            if not entry.startswith(".") or not is_temporary(entry):
-                continue
-            ours = ours or _ours(name, suffix="(tmp|old)", longest=longest)
-            own = ours(entry)
-            if own or entry.endswith(".tmp"):
-                with suppress(OSError):
-                    _clean_one(files, entry, name=name, at=at, directories=directories, own=own)
+    for name in names:
+        # The cheap test comes first, because a folder may have a hundred thousand names.
+        if not name.startswith(".") or not is_temporary(name):
+            continue
+        is_of_target = location.has_temporary(name)
+        if not is_of_target and not name.endswith(".tmp"):
+            continue
+        with suppress(OSError):
+            _remove_if_abandoned(
+                location, name, is_of_target=is_of_target, include_set_aside=include_set_aside
+            )
 
 
-def _clean_one(
-    files: Files, entry: str, *, name: str, at: int, directories: bool, own: bool
+def _remove_if_abandoned(
+    location: TargetLocation, name: str, *, is_of_target: bool, include_set_aside: bool
 ) -> None:
-    found = files.stat(entry, dir_fd=at)
-    if found is None or found.kind not in ("file", "directory"):
+    """Remove one temporary if nobody holds it. `remove_abandoned` describes the rules.
+
+    Only files and folders of regular files are removed. Everything else was not made by a save.
+    """
+    files = location.files
+    dir_fd = location.dir_fd
+    metadata = files.stat(name, dir_fd=dir_fd)
+    if metadata is None or metadata.kind not in ("file", "directory"):
         return
-    # By the file system's own times, too: the clock of this machine may be ahead.
-    if (
-        not own
-        and files.is_shared(at)
-        and found.changed_s > min(time.time(), files.inspect(at).changed_s) - ABANDONED_S
-    ):
+
+    if not is_of_target and files.is_shared(dir_fd):
+        # Another machine may be writing this file, and its lock may be invisible here. The file
+        # system's own time counts as well, because the clock of this machine may be ahead.
+        now = min(time.time(), files.inspect(dir_fd).changed_s)
+        if metadata.changed_s > now - MIN_ABANDONED_AGE_S:
+            return
+
+    is_folder = metadata.kind == "directory"
+    is_set_aside = is_folder and name.endswith(".old")
+    if is_set_aside and not include_set_aside:
         return
-    directory = found.kind == "directory"
-    if directory and not directories and not entry.endswith(".tmp"):
-        return
-    descriptor = (
-        files.open_directory(entry, dir_fd=at) if directory else files.open(entry, dir_fd=at)
-    )
+
+    if is_folder:
+        descriptor = files.open_directory(name, dir_fd=dir_fd)
+    else:
+        descriptor = files.open(name, dir_fd=dir_fd)
     try:
         if not files.lock(descriptor):
             return
-        kept = LockedEntry(files, entry, at=at, descriptor=descriptor)
-        # The owner may have given it its final name between our opening and our locking.
-        if not kept.is_in_place():
+        entry = LockedEntry(files, name, dir_fd=dir_fd, descriptor=descriptor)
+        # Its owner may have published it after it was opened here and before it was locked.
+        if not entry.is_in_place():
             return
-        if not directory:
-            files.unlink(entry, dir_fd=at)
-        elif (names := plain_names(files, descriptor)) is not None:
-            if entry.endswith(".old") and files.stat(name, dir_fd=at) is None:
-                return
-            files.sync(at)
-            empty(files, kept, names)
+
+        if not is_folder:
+            files.unlink(name, dir_fd=dir_fd)
+            return
+        file_names = list_regular_files(files, descriptor)
+        if file_names is None:
+            return
+        if is_set_aside and files.stat(location.name, dir_fd=dir_fd) is None:
+            # Without its target, this folder is the only copy of the checkpoint.
+            return
+        # The folder may be what an exchange replaced. If the exchange is not on the disk yet, a
+        # power cut brings the old names back, and with them this folder as the checkpoint.
+        files.sync(dir_fd)
+        remove_folder(entry, file_names)
     finally:
         with suppress(OSError):
             files.close(descriptor)
 
 
 def list_unfinished(path: AnyPath) -> list[str]:
-    """The folders in which directories for a path are being written; also those of dead processes."""
+    """Return the paths of the temporary folders of a target, including those of dead processes."""
     files = system_files()
     parent, name = os.path.split(files.resolve(local_path(path).rstrip("/") or "/"))
-    at = files.open_directory(parent)
+    dir_fd = files.open_directory(parent)
     try:
-        ours = _ours(name, suffix="tmp", longest=files.longest_name(at))
-        found = [entry for entry in files.list(at) if ours(entry)]
-        return [
-            os.path.join(parent, entry)
-            for entry in found
-            if (there := files.stat(entry, dir_fd=at)) and there.kind == "directory"
-        ]
+        location = TargetLocation(files, name, dir_fd, files.longest_name(dir_fd))
+        paths: list[str] = []
+        for temporary_name in _find_folders(location, files.list(dir_fd), suffix="tmp"):
+            paths.append(os.path.join(parent, temporary_name))
+        return paths
     finally:
-        files.close(at)
+        files.close(dir_fd)
 
 
-def plain_names(files: Files, descriptor: int) -> list[str] | None:
-    """The names in a directory where all of them are plain files, else None."""
+def _find_folders(location: TargetLocation, names: Sequence[str], *, suffix: str) -> list[str]:
+    """Return the hidden folders of a target whose names end with `suffix`."""
+    folder_names: list[str] = []
+    for name in names:
+        if name.endswith(f".{suffix}") and location.has_temporary(name):
+            metadata = location.files.stat(name, dir_fd=location.dir_fd)
+            if metadata is not None and metadata.kind == "directory":
+                folder_names.append(name)
+    return folder_names
+
+
+def list_regular_files(files: Files, descriptor: int) -> list[str] | None:
+    """Return the names in an open folder. None if one of them is not a regular file."""
     names = list(files.list(descriptor))
     for name in names:
-        found = files.stat(name, dir_fd=descriptor)
-        if found is not None and found.kind != "file":
+        metadata = files.stat(name, dir_fd=descriptor)
+        if metadata is not None and metadata.kind != "file":
             return None
     return names
 
 
-def empty(
-    files: Files,
-    directory: LockedEntry,
-    names: list[str],
-    *,
-    sizes: Mapping[str, FileEntry] | None = None,
+def remove_folder(
+    folder: LockedEntry, names: Sequence[str], *, metadata: Mapping[str, FileEntry] | None = None
 ) -> None:
-    """Remove files from a directory, and the directory itself where nothing else is in it. What speaks of other files (indexes)
-    goes last: to a reader that comes upon it, half a checkpoint is one with missing files, and not a heap of files that are
-    complete. Those whose `sizes` are known are freed behind the caller's back where they are large."""
-    at = directory.descriptor
-    with freed_in_background(files, sizes or {}, at=at):
-        for name in sorted(names, key=lambda name: name.endswith((".json", ".metadata"))):
+    """Remove files from a folder, and then the folder itself, which must be empty by then.
+
+    Indexes are removed last. A crash in between leaves an index that names missing files, which
+    every reader refuses. Without the index, the files would look like complete checkpoints.
+
+    Args:
+        folder: The open folder.
+        names: The files to remove.
+        metadata: The metadata of files by their names, if it is known. Large files among them are
+            freed in the background.
+    """
+    files = folder.files
+    indexes_last = sorted(names, key=lambda name: name.endswith((".json", ".metadata")))
+    with freed_in_background(files, metadata or {}, dir_fd=folder.descriptor):
+        for name in indexes_last:
             with suppress(FileNotFoundError):
-                files.unlink(name, dir_fd=at)
-        files.rmdir(directory.name, dir_fd=directory.at)
+                files.unlink(name, dir_fd=folder.descriptor)
+        files.rmdir(folder.name, dir_fd=folder.dir_fd)
 
 
-def find_set_aside(
-    files: Files, name: str, *, at: int, there: Sequence[str], longest: int
-) -> list[str]:
-    """The names of directories that were moved aside for a target, of all that is `there`."""
-    aside = _ours(name, suffix="old", longest=longest)
-    names = [entry for entry in there if aside(entry)]
-    found = [(entry, files.stat(entry, dir_fd=at)) for entry in names]
-    return [entry for entry, what in found if what is not None and what.kind == "directory"]
+def find_set_aside(location: TargetLocation, names: Sequence[str]) -> list[str]:
+    """Return which names in the parent folder are folders that were set aside for a target."""
+    return _find_folders(location, names, suffix="old")
 
 
 def find_recoverable(path: AnyPath) -> str | None:
-    """Where the checkpoint is that a crash caught between two renames; None where `path` exists or nothing stands in for it.
-    Changes nothing. More than one candidate is nobody's choice to make here: None."""
+    """Return where the checkpoint is that a crash left between two renames. Changes nothing.
+
+    Returns:
+        The path of the folder that was set aside. None if `path` exists, or if there is no such
+        folder. Also None if there are several, since it is unknown which one is the newest.
+    """
     files = system_files()
     with suppress(OSError, ValueError):
         parent, name = os.path.split(files.resolve(local_path(path)))
-        at = files.open_directory(parent)
+        dir_fd = files.open_directory(parent)
         try:
-            if name and files.stat(name, dir_fd=at) is None:
-                aside = find_set_aside(
-                    files, name, at=at, there=files.list(at), longest=files.longest_name(at)
-                )
-                return os.path.join(parent, aside[0]) if len(aside) == 1 else None
+            if name and files.stat(name, dir_fd=dir_fd) is None:
+                location = TargetLocation(files, name, dir_fd, files.longest_name(dir_fd))
+                candidates = find_set_aside(location, files.list(dir_fd))
+                if len(candidates) == 1:
+                    return os.path.join(parent, candidates[0])
         finally:
-            files.close(at)
+            files.close(dir_fd)
     return None
 
 
-def repair(files: Files, name: str, *, at: int, there: Sequence[str], longest: int) -> bool:
-    """Move a checkpoint that was caught between two renames back to its name, which nothing has. Whether one was found."""
-    aside = find_set_aside(files, name, at=at, there=there, longest=longest)
-    if len(aside) != 1:
+def restore_set_aside(location: TargetLocation, names: Sequence[str]) -> bool:
+    """Give a checkpoint its name back that a crash left between two renames.
+
+    A crash during this function leaves the checkpoint under one of the two names, and readers find
+    it under both.
+
+    Args:
+        location: The target, which must not exist.
+        names: All names in its parent folder.
+
+    Returns:
+        Whether exactly one folder was set aside for the target. If a live save holds it, that save
+        is between its two renames, and the folder stays as it is.
+    """
+    candidates = find_set_aside(location, names)
+    if len(candidates) != 1:
         return False
-    descriptor = files.open_directory(aside[0], dir_fd=at)
+    files = location.files
+    dir_fd = location.dir_fd
+    descriptor = files.open_directory(candidates[0], dir_fd=dir_fd)
     try:
-        # A live transaction holds it while it is between its two renames: not ours to repair.
         if try_lock(files, descriptor):
-            if not files.rename_new(aside[0], name, dir_fd=at):
-                files.rename(aside[0], name, dir_fd=at)
-            files.sync(at)
+            if not files.rename_new(candidates[0], location.name, dir_fd=dir_fd):
+                files.rename(candidates[0], location.name, dir_fd=dir_fd)
+            files.sync(dir_fd)
         return True
     finally:
         files.close(descriptor)
 
 
-LARGE_NBYTES = 16 << 20  # Less is freed in 3 ms, beside which a thread is not worth it.
-MOST_HELD = (
-    64  # Files that are held open at once. Further ones are freed where they lose their name.
-)
+LARGE_NBYTES = 16 << 20
+"""Files of this size are freed in the background. Freeing a smaller one takes less than 3 ms."""
+
+MAX_HELD_FILES = 64
+"""How many replaced files a save keeps open. Further ones are freed when they lose their names."""
 
 
 @contextmanager
 def freed_in_background(
-    files: Files, entries: Mapping[str, FileEntry], *, at: int
+    files: Files, metadata: Mapping[str, FileEntry], *, dir_fd: int
 ) -> Iterator[None]:
-    """Free large files, which lose their names in the block, on a thread of their own after it.
+    """Free the space of large files on a thread, after the block has removed or replaced them.
 
-    When a file loses its last name the kernel frees its pages and blocks inside of the rename or the
-    unlink: 0.2 s for a GiB. So a large file is held open while it loses its name, and closed by a
-    thread. Nothing that a crash leaves is different. Until then its bytes take room on the disk;
-    whoever finds too little room waits for that (`wait_for_room`).
+    When a file loses its last name, the kernel frees its pages and blocks within the rename or
+    unlink, which takes 0.2 s for a GiB. Therefore a large file is held open in the block, and a
+    thread closes it afterwards. This does not change what a crash leaves. Until then the file takes
+    up space on the disk; `wait_for_room` waits for that.
 
     Args:
         files: The file system.
-        entries: The files that lose their names, by these.
-        at: The folder of the files.
+        metadata: The files that lose their names in the block, by these names.
+        dir_fd: The descriptor of their folder.
     """
-    held: list[int] = []
+    held_descriptors: list[int] = []
     try:
-        for name, entry in entries.items():
-            if entry.nbytes >= LARGE_NBYTES and len(held) < MOST_HELD:
-                # If it cannot be opened, nobody misses it: the name changes all the same.
+        for name, entry in metadata.items():
+            if entry.nbytes >= LARGE_NBYTES and len(held_descriptors) < MAX_HELD_FILES:
+                # If a file cannot be held, it is freed in the block, which only takes longer.
                 with suppress(OSError):
-                    descriptor = files.hold(name, dir_fd=at)
+                    descriptor = files.hold(name, dir_fd=dir_fd)
                     if descriptor is not None:
-                        held.append(descriptor)
+                        held_descriptors.append(descriptor)
         yield
     finally:
-        if held:
-            _close_in_background(files, held)
+        if held_descriptors:
+            _close_in_background(files, held_descriptors)
 
 
 def _close_in_background(files: Files, descriptors: list[int]) -> None:
-    """Close files on a thread, if one can start. The end of the program does not wait for it."""
+    """Close files on a daemon thread, or here if no thread can start."""
 
-    def close() -> None:
+    def close_all() -> None:
         while descriptors:
-            with suppress(OSError):  # also in a fork: what was inherited is closed there already
+            # A forked child has closed the descriptors that it inherited.
+            with suppress(OSError):
                 files.close(descriptors.pop())
 
-    with _lock:
-        thread = start_thread(close, name="holdfast-free", daemon=True)
+    with _freeing_lock:
+        thread = start_thread(close_all, name="holdfast-free", daemon=True)
         if thread is not None:
-            _freeing[:] = [other for other in _freeing if other.is_alive()]
-            _freeing.append(thread)
+            _freeing_threads[:] = [other for other in _freeing_threads if other.is_alive()]
+            _freeing_threads.append(thread)
     if thread is None:
-        close()
+        close_all()
 
 
-_lock = make_fork_safe(threading.Lock())
-_freeing: list[threading.Thread] = []
+_freeing_lock = make_fork_safe(threading.Lock())
+_freeing_threads: list[threading.Thread] = []
 
 
 def wait_for_room() -> bool:
-    """Come back when all that was replaced is freed. False where there was nothing to wait for."""
-    with _lock:
-        waiting = [thread for thread in _freeing if thread.is_alive()]
-    for thread in waiting:
+    """Wait until all replaced files are freed. Returns False if none was being freed."""
+    with _freeing_lock:
+        running_threads = [thread for thread in _freeing_threads if thread.is_alive()]
+    for thread in running_threads:
         thread.join()
-    return bool(waiting)
+    return bool(running_threads)
 
 
-at_fork(after_in_child=_freeing.clear)
+at_fork(after_in_child=_freeing_threads.clear)

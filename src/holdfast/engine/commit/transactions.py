@@ -1,27 +1,40 @@
-"""The commit: before it nothing at the target has changed, after it everything is there.
+"""Saves on a local file system that become visible in one step.
 
-One file, `FileTransaction`:
+A file (`FileTransaction`):
 
-    1  open the parent directory                        4  write
-    2  repair and clean what dead processes left        5  fsync the file
-    3  create and lock `.name.<random>.tmp`             6  rename: the one visible step
-                                                        7  fsync the parent directory
+    1  open the parent folder
+    2  repair and remove what dead processes left there
+    3  create and lock the temporary `.name.<random>.tmp`
+    4  write it
+    5  fsync it
+    6  rename it to its name                            the one visible step
+    7  fsync the parent folder
 
-A directory, `DirectoryTransaction`, does the same with a hidden sibling directory:
+A folder (`DirectoryTransaction`) does the same with a hidden folder. Steps 4 to 8 are:
 
-    4a  write the data files, fsync each, fsync the directory (`seal_data`)
-    4b  write the index files, which therefore never name data that is not on disk
-    5   fsync each, fsync the directory
-    6   rename to a name that does not exist, or exchange with the directory that is to be replaced
-    7   fsync the parent directory
-    8   only now remove what was replaced (`freed_in_background`)
+    4a  write the data files, fsync each of them and the folder (`seal_data`)
+    4b  write the index files, which therefore never name data that is not on the disk
+    5   fsync them and the folder
+    6   rename the folder, or exchange it with the one to replace. If the file system cannot
+        exchange two names: rename the old folder to `.name.<random>.old`, then rename the new one.
+    7   fsync the parent folder
+    8   only now remove what was replaced
 
-What goes wrong before step 6 raises `NotCommitted`: the temporary is gone, the target as it was. What goes wrong after it raises
-`DurabilityUncertain`. A failed fsync is never tried again, because the kernel may have dropped the pages and would then report
-success. Leaving the `with` block without `commit()`, or with any exception, gives everything up. `docs/design/004` has the reasons.
+What a crash leaves:
 
-With `durable=False` the fsyncs of steps 4, 5 and 7 are left out: what a killed process leaves is still the old or the new, what a
-power cut leaves is not promised.
+    in steps 1 to 5       The target as it was, and a temporary, which the next save removes.
+    between two renames   No target, and the complete old folder as `.old`. Readers open that one
+    in step 6             (`find_recoverable`), and the next save renames it back.
+    in steps 6 and 7      After a power cut the old or the new checkpoint, both complete.
+    in step 8             The new checkpoint, and remains of the old one for the next save to remove.
+
+An error before step 6 raises `NotCommitted`: the temporary is removed and the target is as it was.
+An error after step 6 raises `DurabilityUncertain`. A failed fsync is never repeated, since the
+kernel may have dropped the pages, and would then report success. A `with` block that ends without
+`commit`, or with any exception, gives up the save. `docs/design/004` has the reasons.
+
+With `durable=False` the fsyncs of steps 4, 5 and 7 are left out. Then a killed process still leaves
+the old or the new checkpoint, but a power cut may leave neither.
 """
 
 from __future__ import annotations
@@ -30,49 +43,48 @@ import errno
 import os
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import reduce
 from operator import and_
 from types import TracebackType
 from typing import ClassVar, Self
 
 from holdfast.core.value import replace
-from holdfast.engine.commit.new_file import NO_LINKS, NewFile, linked_or_copied
+from holdfast.engine.commit.new_file import NO_LINKS_ERRNOS, NewFile, link_or_copy_file
 from holdfast.engine.commit.target import (
-    TargetName,
+    LocalTarget,
+    check_replaceable,
     explain_failure,
     explain_uncertainty,
     not_committed_on_error,
     open_target,
-    refuse_existing,
 )
 from holdfast.engine.commit.temporaries import (
     LockedEntry,
-    claim,
-    empty,
+    create_temporary,
     find_set_aside,
     freed_in_background,
+    list_regular_files,
     make_temporary_name,
-    plain_names,
     remove_abandoned,
+    remove_folder,
     try_lock,
 )
 from holdfast.errors import HoldfastError, NotCommitted, SaveError
 from holdfast.stores.files import FileEntry, Files, is_temporary, system_files
 from holdfast.stores.paths import AnyPath, local_path
 
-BROWSED = frozenset(
-    {".DS_Store", "Thumbs.db"}
-)  # File managers of macOS and Windows make these; they go with the folder.
-OPEN_FILES = (
-    16  # Complete files that stay open: the kernel writes them out while the next ones are made.
-)
+FILE_MANAGER_FILES = frozenset({".DS_Store", "Thumbs.db"})
+"""Files that the file managers of macOS and Windows create. They are removed with a folder."""
+
+MAX_OPEN_FILES = 16
+"""How many complete files stay open, while the kernel writes them to the disk."""
 
 
 class _Transaction:
-    """What both kinds share: a target, a temporary beside it, and the way in and out."""
+    """What both kinds of transactions share: the target, the locked temporary, and the end."""
 
-    directory: ClassVar[bool]
+    is_folder: ClassVar[bool]
 
     def __init__(
         self,
@@ -82,44 +94,50 @@ class _Transaction:
         overwrite: bool = True,
         files: Files | None = None,
     ) -> None:
+        """Prepare a save. Nothing is touched before the `with` block begins.
+
+        Args:
+            path: The target.
+            durable: Whether to wait for the disk, so that a power cut cannot undo the save.
+            overwrite: Whether an existing target may be replaced.
+            files: The file system. Tests pass another one.
+        """
         self.path = local_path(path)
         self.durable = durable
         self.overwrite = overwrite
         self._files: Files = files or system_files()
-        self._target: TargetName | None = None
+        self._target: LocalTarget | None = None
         self._temporary: LockedEntry | None = None
-        self._published = False
+        self._is_published = False
 
     def __enter__(self) -> Self:
-        target = self._target = open_target(
-            self._files, self.path, replaces=self.overwrite and not self.directory
-        )
+        """Take steps 1 to 3: open the target, clean up beside it, and create the temporary."""
+        replaces_any_file = self.overwrite and not self.is_folder
+        self._target = open_target(self._files, self.path, is_listing_optional=replaces_any_file)
+        target = self._target
         try:
+            kind = "folder" if self.is_folder else "file"
             with not_committed_on_error(
-                f"creating a temporary {'folder' if self.directory else 'file'} beside the target",
-                self.path,
+                f"creating a temporary {kind} beside the target", self.path
             ):
-                refuse_existing(
-                    target.existing, self.path, directory=self.directory, overwrite=self.overwrite
+                check_replaceable(
+                    target.existing,
+                    self.path,
+                    is_folder=self.is_folder,
+                    overwrite=self.overwrite,
                 )
-                if self.directory and target.existing is not None:
-                    self._check_replaced(target, target.existing)
-                files, name, at, longest = target.files, target.name, target.at, target.longest
-                if target.neighbours is not None:
+                if self.is_folder and target.existing is not None:
+                    self._inspect_replaced(target, target.existing)
+                if target.neighbor_names is not None:
                     remove_abandoned(
-                        files,
-                        name,
-                        at=at,
-                        there=target.neighbours,
-                        directories=self.directory,
-                        longest=longest,
+                        target, target.neighbor_names, include_set_aside=self.is_folder
                     )
-                private = target.existing is not None
-                self._temporary = claim(
-                    files, name, at=at, directory=self.directory, private=private, longest=longest
+                # Until it gets the permissions of what it replaces, nobody else may read it.
+                self._temporary = create_temporary(
+                    target, is_folder=self.is_folder, is_private=target.existing is not None
                 )
         except BaseException:
-            self._leave()
+            self._end()
             raise
         return self
 
@@ -129,142 +147,162 @@ class _Transaction:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._leave()
-        if (
-            isinstance(error, OSError)
-            and not isinstance(error, HoldfastError)
-            and not self._published
-        ):
+        """Close everything, and give up the save if it was not committed."""
+        self._end()
+        if isinstance(error, HoldfastError) or self._is_published:
+            return
+        if isinstance(error, OSError):
             raise explain_failure(error, "saving", self.path) from error
 
-    def _working(self) -> tuple[TargetName, LockedEntry]:
+    def _require_open(self) -> tuple[LocalTarget, LockedEntry]:
+        """Return the target and the temporary. Raises `SaveError` outside of the `with` block."""
         if self._target is None or self._temporary is None:
             raise SaveError("a transaction is used inside its `with` block", file=self.path)
-        if self._published:
+        if self._is_published:
             raise SaveError("this save is committed already", file=self.path)
         return self._target, self._temporary
 
     @property
     def hidden_path(self) -> str:
-        """Where the new file or folder is until the commit, for other processes that write into it."""
-        target, temporary = self._working()
+        """The path of the temporary, for other processes that write into it."""
+        target, temporary = self._require_open()
         parent = os.path.dirname(target.files.resolve(self.path.rstrip("/") or "/"))
         return os.path.join(parent, temporary.name)
 
-    def _check_replaced(self, target: TargetName, existing: FileEntry) -> None:
-        """Refuse a directory that may not be replaced."""
+    def _inspect_replaced(self, target: LocalTarget, existing: FileEntry) -> None:
+        """Check that a folder may be replaced, and remember the permissions of its files."""
         raise NotImplementedError
 
-    def _leave(self) -> None:
-        """Close everything, and give up what was not committed."""
+    def _end(self) -> None:
+        """Close everything, and remove the temporary if it was not committed."""
         raise NotImplementedError
 
 
 class FileTransaction(_Transaction):
-    """One file, written beside its target and moved there by `commit`. A path that is a link means the file behind it, as it does
-    for `torch.save`; that file is replaced and the link stays. The new file has the permission bits of the one that it replaces.
-    Further hard links to the old file keep the old content."""
+    """One file, which is written beside its target and renamed by `commit`.
 
-    directory = False
+    If the path is a link, the file behind it is replaced and the link stays, as with `torch.save`.
+    The new file gets the permission bits of the old one. Other hard links of the old file keep the
+    old content.
+    """
+
+    is_folder = False
     file: NewFile
-    """The new file, inside of the block."""
+    """The new file. It exists only inside the `with` block."""
 
     def __enter__(self) -> Self:
+        """Create and open the temporary file."""
         if self.path.endswith("/"):
-            raise NotCommitted(
-                "a file was to be saved and the path ends like a folder's",
-                file=self.path,
-                errno=errno.EISDIR,
-            )
+            message = "a file was to be saved and the path ends like a folder's"
+            raise NotCommitted(message, file=self.path, errno=errno.EISDIR)
+        super().__enter__()
         try:
-            super().__enter__()
-            target, temporary = self._working()
+            target, temporary = self._require_open()
             self.file = NewFile(
                 target.files, temporary.descriptor, path=self.path, durable=self.durable
             )
         except BaseException:
-            self._leave()
+            self._end()
             raise
         return self
 
     def commit(self, before_rename: Callable[[], None] = lambda: None) -> None:
-        """Make what was written the content of the target; the module's docstring says what a failure means.
+        """Make the new file the target.
 
-        `before_rename` is called right before an existing file is replaced. Its errors keep that file.
+        A crash before the rename leaves the old target and a temporary, a crash after it the new
+        file. The two cannot be mixed.
+
+        Args:
+            before_rename: Called right before an existing file is replaced. If it raises an error,
+                that file stays.
+
+        Raises:
+            NotCommitted: The target is as it was.
+            DurabilityUncertain: The new file is in place, but a power cut may undo that.
         """
-        target, temporary = self._working()
-        file = self.file
-        if file.failed:
-            raise NotCommitted(
-                "a write to this file failed before; nothing changed at the target",
-                file=self.path,
-                errno=errno.EIO,
-            )
-        target.keep_access(file.descriptor, target.existing, found=temporary.found)
+        target, temporary = self._require_open()
+        new_file = self.file
+        if new_file.has_failed:
+            message = "a write to this file failed before; nothing changed at the target"
+            raise NotCommitted(message, file=self.path, errno=errno.EIO)
+        target.copy_access(new_file.descriptor, target.existing, current=temporary.metadata)
         if self.durable:
-            file.sync()
+            new_file.sync()
+
         try:
             self._publish(target, temporary, before_rename)
         except OSError as error:
-            # NFS may lose the answer to a rename that it has done: look, before saying that nothing changed.
             if isinstance(error, HoldfastError):
                 raise
-            if not target.holds(temporary):
+            # NFS may lose the answer to a rename that was done. Only if the target has another
+            # content it is certain that nothing has changed.
+            if not target.may_have_become(temporary):
                 raise explain_failure(
                     error, "giving the finished file its name", self.path
                 ) from error
-            self._published = True
-            raise explain_uncertainty(
-                "the new file is in place, but the rename reported a failure", self.path, error
-            ) from error
-        self._published = True
+            self._is_published = True
+            message = "the new file is in place, but the rename reported a failure"
+            raise explain_uncertainty(message, self.path, error) from error
+        self._is_published = True
+
         try:
             if self.durable:
-                target.files.sync(target.at)
+                target.files.sync(target.dir_fd)
             else:
-                # NFS reports late failures of writing when a file is closed; after a successful fsync there are none.
-                file.finish(durable=False)
+                # NFS reports some errors of writing only when the file is closed. After an fsync
+                # there are no such errors.
+                new_file.finish()
         except OSError as error:
-            cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
-            raise explain_uncertainty(
-                "the new file is in place, but may not survive a power cut", self.path, cause
-            ) from cause
+            message = "the new file is in place, but may not survive a power cut"
+            raise explain_uncertainty(message, self.path, error) from error
 
     def _publish(
-        self, target: TargetName, temporary: LockedEntry, before_rename: Callable[[], None]
+        self, target: LocalTarget, temporary: LockedEntry, before_rename: Callable[[], None]
     ) -> None:
+        """Rename the temporary to the target. Without `overwrite`, never replace anything."""
         files = target.files
         if self.overwrite:
-            entries = {} if target.existing is None else {target.name: target.existing}
-            with freed_in_background(files, entries, at=target.at):
+            replaced = {} if target.existing is None else {target.name: target.existing}
+            with freed_in_background(files, replaced, dir_fd=target.dir_fd):
                 before_rename()
-                files.rename(temporary.name, target.name, dir_fd=target.at)
-        elif not files.rename_new(temporary.name, target.name, dir_fd=target.at):
-            try:
-                # A second name, which is refused where there is one already. The first goes when the transaction ends.
-                files.link(temporary.name, target.name, dir_fd=target.at)
-            except OSError as error:
-                if error.errno not in NO_LINKS:
-                    raise
-                message = "this file system cannot promise to replace nothing; pass overwrite=True if that is meant"
-                raise NotCommitted(message, file=self.path, errno=error.errno) from error
+                files.rename(temporary.name, target.name, dir_fd=target.dir_fd)
+            return
 
-    def _leave(self) -> None:
-        target, temporary = self._target, self._temporary
-        self._target = self._temporary = None
+        if files.rename_new(temporary.name, target.name, dir_fd=target.dir_fd):
+            return
+        # Without that system call, a second name is created, which also fails if the target exists.
+        # The first name is removed at the end of the transaction.
+        try:
+            files.link(temporary.name, target.name, dir_fd=target.dir_fd)
+        except OSError as error:
+            if error.errno not in NO_LINKS_ERRNOS:
+                raise
+            message = (
+                "this file system cannot promise to replace nothing; pass overwrite=True if "
+                "the target may be replaced"
+            )
+            raise NotCommitted(message, file=self.path, errno=error.errno) from error
+
+    def _end(self) -> None:
+        target = self._target
+        temporary = self._temporary
+        self._target = None
+        self._temporary = None
         if target is None:
             return
         if temporary is not None:
-            if not (self._published and self.overwrite):
+            # A commit without `overwrite` may leave the temporary as a second name of the file.
+            if not (self._is_published and self.overwrite):
                 with suppress(OSError):
-                    target.files.unlink(temporary.name, dir_fd=target.at)
-            # Nobody writes to a descriptor that is closed, and may be that of another file.
-            file: NewFile | None = vars(self).pop("file", None)
-            if file is None:  # interrupted before it was made
+                    target.files.unlink(temporary.name, dir_fd=target.dir_fd)
+            # The attribute goes, so that nobody writes to a descriptor that may be reused.
+            new_file: NewFile | None = vars(self).pop("file", None)
+            if new_file is not None:
+                new_file.close_unfinished()
+            else:
+                # An interrupt came before the object was created.
                 with suppress(OSError):
                     temporary.close()
-            elif file.is_open:
-                file.give_up()
         target.close()
 
 
@@ -276,334 +314,403 @@ def replace_file(
     overwrite: bool = True,
     files: Files | None = None,
 ) -> None:
-    """Make this the content of a small file, wholly or not at all."""
-    with FileTransaction(path, durable=durable, overwrite=overwrite, files=files) as single:
-        single.file.allocate(len(content))
-        single.file.write(0, content)
-        single.commit()
-
-
-def read_file(path: str, *, most_nbytes: int, files: Files) -> bytes | None:
-    """Read a small file, at most so many bytes of it. None if there is no plain file."""
-    folder, name = os.path.split(path)
-    with not_committed_on_error("reading a file", path), ExitStack() as opened:
-        at = files.open_directory(folder)
-        opened.callback(files.close, at)
-        entry = files.stat(name, dir_fd=at)
-        if entry is None or entry.kind != "file":
-            return None
-        descriptor = files.open(name, dir_fd=at)
-        opened.callback(files.close, descriptor)
-        return files.pread(descriptor, min(entry.nbytes, most_nbytes), 0)
+    """Write a small file in one transaction: it gets either all of the content or none."""
+    with FileTransaction(path, durable=durable, overwrite=overwrite, files=files) as transaction:
+        transaction.file.allocate(len(content))
+        transaction.file.write(0, content)
+        transaction.commit()
 
 
 class DirectoryTransaction(_Transaction):
-    """A directory of plain files, written beside its target and moved there by `commit`. With `overwrite=True` an existing
-    directory is replaced as a whole, if all that is in it are plain files whose names pass `replaceable`: the caller's word that a
-    name belongs to a checkpoint. If one does not pass, nothing is written. Without `replaceable` only an empty directory is
-    replaced."""
+    """A folder of files, which is written beside its target and renamed by `commit`.
 
-    directory = True
+    With `overwrite=True`, an existing folder is replaced as a whole. It may have only regular files
+    that `is_replaceable` accepts, so that nothing but a checkpoint can be lost.
+    """
+
+    is_folder = True
 
     def __init__(
-        self, path: AnyPath, *, durable: bool = True, overwrite: bool = False,
-        replaceable: Callable[[str], bool] | None = None, files: Files | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        path: AnyPath,
+        *,
+        durable: bool = True,
+        overwrite: bool = False,
+        is_replaceable: Callable[[str], bool] = lambda name: False,
+        files: Files | None = None,
+    ) -> None:
+        """Prepare a save. Nothing is touched before the `with` block begins.
+
+        Args:
+            path: The target.
+            durable: Whether to wait for the disk, so that a power cut cannot undo the save.
+            overwrite: Whether an existing folder may be replaced.
+            is_replaceable: Returns whether a file of this name belongs to a checkpoint and may be
+                removed. If it accepts no name, only an empty folder can be replaced.
+            files: The file system. Tests pass another one.
+        """
         super().__init__(path, durable=durable, overwrite=overwrite, files=files)
-        self._replaceable = replaceable or (lambda name: False)
-        self._created: dict[str, NewFile | None] = {}
-        self._open: deque[NewFile] = deque()
-        self._failed = False
-        self._synced = False
+        self._is_replaceable = is_replaceable
+        self._new_files: dict[str, NewFile | None] = {}
+        """The files by their keys. None while a file is being created, or if that has failed."""
+        self._unfinished_files: deque[NewFile] = deque()
+        self._has_failed_sync = False
+        self._is_synced = False
         self._old: LockedEntry | None = None
+        """The folder that is being replaced, from shortly before the visible step on."""
         self._old_names: list[str] = []
         self._replaced: dict[str, FileEntry] = {}
-        self._common: FileEntry | None = None
+        """The metadata of the files in the old folder, by their names."""
+        self._common_access: FileEntry | None = None
 
     def create(self, key: str) -> NewFile:
-        """A new file of the directory. Those made after `seal_data` are index files, which may speak of all before them."""
-        target, temporary, label = self._begun(key)
-        with not_committed_on_error("creating a file", label):
-            made = NewFile(
+        """Create a file of the folder.
+
+        Files that are created after `seal_data` are indexes: they may name all files before them.
+        """
+        target, temporary = self._require_open()
+        path = self._reserve_key(key)
+        with not_committed_on_error("creating a file", path):
+            descriptor = target.files.create(key, dir_fd=temporary.descriptor)
+            new_file = NewFile(target.files, descriptor, path=path, durable=self.durable)
+        self._add_file(key, new_file)
+        return new_file
+
+    def link_finished(self, key: str, source_file: str) -> None:
+        """Give a finished file a second name in the folder.
+
+        Args:
+            key: The new name.
+            source_file: The path of the file, relative to the new folder.
+        """
+        target, temporary = self._require_open()
+        path = self._reserve_key(key)
+        with not_committed_on_error("taking over a finished file", path):
+            target.files.link(source_file, key, dir_fd=temporary.descriptor)
+            descriptor = target.files.open(key, dir_fd=temporary.descriptor)
+            new_file = NewFile(target.files, descriptor, path=path, durable=self.durable)
+        self._add_file(key, new_file)
+        new_file.is_complete = True
+
+    def link_from_base(self, key: str, nbytes: int, *, base_dir_fd: int) -> bool:
+        """Take over a finished file of a base checkpoint, under the same name.
+
+        Args:
+            key: The name of the file.
+            nbytes: The size that it must have.
+            base_dir_fd: The open folder of the base.
+
+        Returns:
+            Whether the file is linked. Otherwise it had to be copied.
+        """
+        target, temporary = self._require_open()
+        path = self._reserve_key(key)
+        with not_committed_on_error("taking over a file of the base", path):
+            new_file, is_linked = link_or_copy_file(
                 target.files,
-                target.files.create(key, dir_fd=temporary.descriptor),
-                path=label,
+                key,
+                nbytes,
+                source_dir_fd=base_dir_fd,
+                dir_fd=temporary.descriptor,
+                path=path,
                 durable=self.durable,
             )
-        return self._keep(key, made)
+        # It is synced like all other files, because its writer may not have waited for the disk.
+        self._add_file(key, new_file, is_linked=is_linked)
+        new_file.is_complete = True
+        return is_linked
 
-    def adopt(self, key: str, source: str) -> None:
-        """Give a finished file, at a path relative to the new folder, a second name in it: `key`."""
-        target, temporary, label = self._begun(key)
-        with not_committed_on_error("taking over a finished file", label):
-            target.files.link(source, key, dir_fd=temporary.descriptor)
-            taken = NewFile(
-                target.files, target.files.open(key, dir_fd=temporary.descriptor), path=label
-            )
-        self._keep(key, taken).complete = True
+    def add_from_rank(self, key: str, nbytes: int, *, is_linked: bool = False) -> None:
+        """Add a file that another process has written into the hidden folder and synced.
 
-    def link(self, key: str, nbytes: int, *, folder: int) -> bool:
-        """Give a finished file of another directory (open) a second name here. False where it had to be copied (`linked`)."""
-        target, temporary, label = self._begun(key)
-        with not_committed_on_error("taking over a file of the base", label):
-            inside = temporary.descriptor
-            taken, same = linked_or_copied(
-                target.files, key, nbytes, source_at=folder, at=inside, label=label
-            )
-        # Synced like all others: whoever wrote it may not have waited. Its permissions are not ours to change, unless it is a copy.
-        (self._record(key, taken) if same else self._keep(key, taken)).complete = True
-        return same
+        Args:
+            key: The name of the file.
+            nbytes: The size that it must have.
+            is_linked: Whether the process has linked it from a base.
+        """
+        target, temporary = self._require_open()
+        path = self._reserve_key(key)
+        with not_committed_on_error("taking in a file of another process", path):
+            metadata = target.files.stat(key, dir_fd=temporary.descriptor)
+            state = ""
+            if metadata is None:
+                state = "is not there"
+            elif metadata.kind != "file" or metadata.nbytes != nbytes:
+                state = f"is a {metadata.kind} of {metadata.nbytes:,} bytes"
+            if state:
+                message = f"a file of another rank should have {nbytes:,} bytes and {state}"
+                raise NotCommitted(message, file=path, errno=errno.EIO)
+            descriptor = target.files.open(key, dir_fd=temporary.descriptor)
+            new_file = NewFile(target.files, descriptor, path=path, durable=self.durable)
+        self._add_file(key, new_file, is_linked=is_linked)
+        new_file.is_complete = True
 
-    def join(self, key: str, nbytes: int, *, linked: bool = False) -> None:
-        """Take in a file that another process wrote into the new folder, or `linked`, and has synced; it must have this length."""
-        target, temporary, label = self._begun(key)
-        with not_committed_on_error("taking in a file of another process", label):
-            found = target.files.stat(key, dir_fd=temporary.descriptor)
-            if found is None or found.kind != "file" or found.nbytes != nbytes:
-                what = (
-                    "is not there"
-                    if found is None
-                    else f"is a {found.kind} of {found.nbytes:,} bytes"
-                )
-                raise NotCommitted(
-                    f"a file of another rank should have {nbytes:,} bytes and {what}",
-                    file=label,
-                    errno=errno.EIO,
-                )
-            taken = NewFile(
-                target.files, target.files.open(key, dir_fd=temporary.descriptor), path=label
-            )
-        (self._record(key, taken) if linked else self._keep(key, taken)).complete = True
+    def _reserve_key(self, key: str) -> str:
+        """Check the key of a new file, and return the path that error messages name."""
+        path = f"{self.path.rstrip('/')}/{key}"
+        has_separator = "/" in key or "\\" in key or "\0" in key
+        if has_separator or key in ("", ".", "..") or is_temporary(key):
+            message = f"{key!r} cannot be the name of a file of a checkpoint"
+            raise NotCommitted(message, file=path, errno=errno.EINVAL)
+        if key in self._new_files:
+            raise NotCommitted(f"{key!r} is written twice", file=path, errno=errno.EEXIST)
+        self._new_files[key] = None
+        self._is_synced = False
+        return path
 
-    def _keep(self, key: str, file: NewFile) -> NewFile:
-        """Record a file that was made, and give it the permissions of what it replaces."""
-        self._record(key, file)
-        self._working()[0].keep_access(file.descriptor, self._like(key))
-        return file
+    def _add_file(self, key: str, new_file: NewFile, *, is_linked: bool = False) -> None:
+        """Record a file, and give it the permissions of the one it replaces.
 
-    def _record(self, key: str, file: NewFile) -> NewFile:
-        """Record a file, and finish the oldest where more than `OPEN_FILES` are open that nobody writes to any more."""
-        self._created[key] = file
-        self._open.append(file)
-        while len(self._open) > OPEN_FILES and self._open[0].complete:
-            self._open.popleft().finish(durable=self.durable)
-        return file
+        The permissions of a linked file stay: they belong to the base as well. A file that replaces
+        none gets what all files of the old folder have in common. So nobody can read it who could
+        not read all of them.
+        """
+        self._new_files[key] = new_file
+        self._unfinished_files.append(new_file)
+        # The oldest files are finished early, so that few descriptors are needed.
+        while len(self._unfinished_files) > MAX_OPEN_FILES:
+            if not self._unfinished_files[0].is_complete:
+                break
+            self._unfinished_files.popleft().finish()
 
-    def _begun(self, key: str) -> tuple[TargetName, LockedEntry, str]:
-        """The target, the temporary folder, and what errors call a new file of this name. Refuses what is no plain, new name."""
-        target, temporary = self._working()
-        label = f"{self.path.rstrip('/')}/{key}"
-        if (
-            not key
-            or "/" in key
-            or "\\" in key
-            or "\0" in key
-            or key in (".", "..")
-            or is_temporary(key)
-        ):
-            raise NotCommitted(
-                f"{key!r} is no plain name for a file of a checkpoint",
-                file=label,
-                errno=errno.EINVAL,
-            )
-        if key in self._created:
-            raise NotCommitted(f"{key!r} is written twice", file=label, errno=errno.EEXIST)
-        self._created[key] = None
-        self._synced = False
-        return target, temporary, label
+        if not is_linked:
+            target, _ = self._require_open()
+            model = self._replaced.get(key, self._common_access)
+            target.copy_access(new_file.descriptor, model)
 
     def seal_data(self) -> None:
-        """Come back when all files so far, and their names, are on disk; with `durable=False`, when they are closed."""
-        target, temporary = self._working()
-        for key, file in self._created.items():
-            if file is None or file.failed or self._failed:
-                raise NotCommitted(
-                    f"writing {key!r} failed before; nothing changed at the target",
-                    file=self.path,
-                    errno=errno.EIO,
-                )
-            file.finish(durable=self.durable)
-        if self.durable and not self._synced:
-            self._failed = (
-                True  # unless the next line is passed; what failed once is not tried again
-            )
+        """Wait until all files so far, and their names, are on the disk.
+
+        With `durable=False`, only close the files. Index files are written after this, so a crash
+        never leaves an index that names data that is not there.
+        """
+        target, temporary = self._require_open()
+        for key, new_file in self._new_files.items():
+            if new_file is None or new_file.has_failed or self._has_failed_sync:
+                message = f"writing {key!r} failed before; nothing changed at the target"
+                raise NotCommitted(message, file=self.path, errno=errno.EIO)
+            new_file.finish()
+
+        if self.durable and not self._is_synced:
+            # Set before the call, so that no kind of failure lets a later call try again.
+            self._has_failed_sync = True
             with not_committed_on_error("writing the folder to the disk (fsync)", self.path):
                 target.files.sync(temporary.descriptor)
-            self._failed = False
-        self._synced = True
+            self._has_failed_sync = False
+        self._is_synced = True
 
     def commit(self, before_rename: Callable[[], None] = lambda: None) -> None:
-        """Make the directory the target; the module's docstring says what a failure means.
+        """Make the new folder the target, and then remove the folder that it replaced.
 
-        `before_rename` is called right before the directory gets its name. Its errors keep what is there.
+        A crash before the visible step leaves the old folder and a temporary, a crash after it the
+        new folder. On file systems that cannot exchange two names, a crash between two renames
+        leaves the old folder set aside, where readers find it.
+
+        Args:
+            before_rename: Called right before the visible step. If it raises an error, the old
+                folder stays.
+
+        Raises:
+            NotCommitted: The target is as it was.
+            DurabilityUncertain: The new folder is in place, but a power cut may undo that.
         """
-        target, temporary = self._working()
-        target.keep_access(temporary.descriptor, target.existing)
-        self._synced = self._synced and target.existing is None
+        target, temporary = self._require_open()
+        target.copy_access(temporary.descriptor, target.existing)
+        # The permissions of the folder may have changed, which must be synced as well.
+        self._is_synced = self._is_synced and target.existing is None
         self.seal_data()
+
         try:
             with not_committed_on_error("giving the finished folder its name", self.path):
                 self._publish(target, temporary, before_rename)
         except OSError as error:
-            if not target.holds(temporary):
+            # A network file system may lose the answer to a rename that was done.
+            if not target.may_have_become(temporary):
                 raise
-            self._published = True
-            cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
-            raise explain_uncertainty(
-                "the new folder is in place, but the rename reported a failure", self.path, cause
-            ) from cause
-        self._published = True
+            self._is_published = True
+            message = "the new folder is in place, but the rename reported a failure"
+            raise explain_uncertainty(message, self.path, error) from error
+        self._is_published = True
+
         try:
             if self.durable:
-                target.files.sync(target.at)
+                target.files.sync(target.dir_fd)
         except OSError as error:
-            kept = self._set_old_aside(target)
-            self._let_go()
-            raise explain_uncertainty(
-                f"the new folder is in place, but may not survive a power cut{kept}",
-                self.path,
-                error,
-            ) from error
-        self._remove_old(target)
+            kept_folder = self._set_old_aside(target)
+            self._close_old()
+            message = f"the new folder is in place, but may not survive a power cut{kept_folder}"
+            raise explain_uncertainty(message, self.path, error) from error
+        self._remove_old()
 
-    def _check_replaced(self, target: TargetName, existing: FileEntry) -> None:
-        descriptor = target.files.open_directory(target.name, dir_fd=target.at)
+    def _inspect_replaced(self, target: LocalTarget, existing: FileEntry) -> None:
+        dir_fd = target.files.open_directory(target.name, dir_fd=target.dir_fd)
         try:
-            names = self._names_to_replace(target.files, descriptor)
-            there = ((name, target.files.stat(name, dir_fd=descriptor)) for name in names)
-            self._replaced = {name: inner for name, inner in there if inner is not None}
-            self._common = _in_common(list(self._replaced.values()), existing.owner)
+            for name in self._list_replaceable(target.files, dir_fd):
+                metadata = target.files.stat(name, dir_fd=dir_fd)
+                if metadata is not None:
+                    self._replaced[name] = metadata
+            self._common_access = _intersect_access(list(self._replaced.values()), existing.owner)
         finally:
-            target.files.close(descriptor)
+            target.files.close(dir_fd)
 
-    def _like(self, key: str) -> FileEntry | None:
-        """What says who may read a file: the one of this name in the old directory; where there is none, all that are there. A file
-        under a new name may be read by those alone who may read all of the old ones."""
-        return self._replaced.get(key, self._common)
+    def _list_replaceable(self, files: Files, dir_fd: int) -> list[str]:
+        """Return the names in a folder that is to be replaced.
 
-    def _names_to_replace(self, files: Files, descriptor: int) -> list[str]:
-        names = plain_names(files, descriptor)
-        foreign = [
-            repr(name)
-            for name in names or ()
-            if not self._replaceable(name) and name not in BROWSED
-        ]
+        Raises:
+            NotCommitted: The folder has something that does not belong to a checkpoint.
+        """
+        names = list_regular_files(files, dir_fd)
+        foreign_entries: list[str] = []
         if names is None:
-            found = ((name, files.stat(name, dir_fd=descriptor)) for name in files.list(descriptor))
-            foreign = [
-                f"the {entry.kind} {name!r}"
-                for name, entry in found
-                if entry is not None and entry.kind != "file"
-            ]
-        if names is None or foreign:
-            what = ", ".join(foreign[:5])
-            message = f"the folder to be replaced holds what is no part of a checkpoint and would be lost ({what})"
-            raise NotCommitted(
-                f"{message}; move it away or save elsewhere", file=self.path, errno=errno.ENOTEMPTY
+            for name in files.list(dir_fd):
+                metadata = files.stat(name, dir_fd=dir_fd)
+                if metadata is not None and metadata.kind != "file":
+                    foreign_entries.append(f"the {metadata.kind} {name!r}")
+        else:
+            for name in names:
+                if not self._is_replaceable(name) and name not in FILE_MANAGER_FILES:
+                    foreign_entries.append(repr(name))
+
+        if names is None or foreign_entries:
+            listed_entries = ", ".join(foreign_entries[:5])
+            message = (
+                "the folder to be replaced has something that is not part of a checkpoint and "
+                f"would be lost ({listed_entries}); move it away or save elsewhere"
             )
+            raise NotCommitted(message, file=self.path, errno=errno.ENOTEMPTY)
         return names
 
     def _publish(
-        self, target: TargetName, temporary: LockedEntry, before_rename: Callable[[], None]
+        self, target: LocalTarget, temporary: LockedEntry, before_rename: Callable[[], None]
     ) -> None:
-        files, at = target.files, target.at
-        if files.stat(target.name, dir_fd=at) is None:
+        """Take the visible step: rename the new folder, or exchange it with the old one.
+
+        A crash leaves either the old or the new folder at the target. If the file system cannot
+        exchange two names, a crash between the two renames leaves no target, and the old folder
+        with the suffix `old`.
+        """
+        files = target.files
+        dir_fd = target.dir_fd
+        if files.stat(target.name, dir_fd=dir_fd) is None:
             before_rename()
-            # Where the first is not supported: plain rename(2) replaces nothing but an empty directory.
-            if not files.rename_new(temporary.name, target.name, dir_fd=at):
-                files.rename(temporary.name, target.name, dir_fd=at)
+            # rename(2), for systems without the first call, replaces at most an empty folder.
+            if not files.rename_new(temporary.name, target.name, dir_fd=dir_fd):
+                files.rename(temporary.name, target.name, dir_fd=dir_fd)
             return
+
         if not self.overwrite:
             raise FileExistsError(errno.EEXIST, "File exists")
-        old = self._old = LockedEntry.open_directory(files, target.name, at=at)
-        # Held to the end: no cleaner takes the old directory for a dead process's, no other save replaces it meanwhile.
+        old = LockedEntry.open_directory(files, target.name, dir_fd=dir_fd)
+        self._old = old
+        # The lock is held to the end. It keeps cleaners from removing the old folder as abandoned,
+        # and other saves from replacing it at the same time.
         if not try_lock(files, old.descriptor) or not old.is_in_place():
-            raise NotCommitted(
-                "another save is replacing this folder; save again",
-                file=self.path,
-                errno=errno.EBUSY,
-            )
-        self._old_names = self._names_to_replace(files, old.descriptor)
+            message = "another save is replacing this folder; save again"
+            raise NotCommitted(message, file=self.path, errno=errno.EBUSY)
+        self._old_names = self._list_replaceable(files, old.descriptor)
         before_rename()
-        # Where the old one will be is noted before each step, so that an interrupt right after it finds everything.
-        old.name = temporary.name
-        if files.exchange(temporary.name, target.name, dir_fd=at):
-            return
-        if find_set_aside(files, target.name, at=at, there=files.list(at), longest=target.longest):
-            raise NotCommitted(
-                "an older copy of this folder is set aside and cannot be removed; remove it",
-                file=self.path,
-                errno=errno.EEXIST,
-            )
-        if self.durable:
-            # Else a power cut might bring back an `.old` that was removed before, and two of them tell nobody which one it is.
-            files.sync(at)
-        old.name = make_temporary_name(target.name, suffix="old", longest=target.longest)
-        files.rename(target.name, old.name, dir_fd=at)
-        files.rename(temporary.name, target.name, dir_fd=at)
 
-    def _remove_old(self, target: TargetName) -> None:
-        """Remove what was replaced, if it is where the commit put it. What cannot be removed waits for the next save's cleaning."""
+        # The next name of the old folder is noted before each step, so that the clean-up finds the
+        # folder even if an interrupt comes right after the call.
+        old.name = temporary.name
+        if files.exchange(temporary.name, target.name, dir_fd=dir_fd):
+            return
+
+        # Two set-aside folders would make it unknown which one is the newest.
+        if find_set_aside(target, files.list(dir_fd)):
+            message = "an older copy of this folder is set aside and cannot be removed; remove it"
+            raise NotCommitted(message, file=self.path, errno=errno.EEXIST)
+        if self.durable:
+            # Otherwise a power cut might bring back a set-aside folder that was removed before.
+            files.sync(dir_fd)
+        old.name = make_temporary_name(target.name, suffix="old", max_nbytes=target.max_name_nbytes)
+        files.rename(target.name, old.name, dir_fd=dir_fd)
+        files.rename(temporary.name, target.name, dir_fd=dir_fd)
+
+    def _remove_old(self) -> None:
+        """Remove the folder that was replaced. If that fails, it is left to the next save."""
         if self._old is not None:
             with suppress(OSError):
                 if self._old.is_in_place():
-                    empty(target.files, self._old, self._old_names, sizes=self._replaced)
-        self._let_go()
+                    remove_folder(self._old, self._old_names, metadata=self._replaced)
+        self._close_old()
 
-    def _set_old_aside(self, target: TargetName) -> str:
-        """Keep what was replaced where no save but the next one to this name removes it, and say where that is. A later fsync may
-        report a success that this one did not have, so a save to another name must not trust its own."""
+    def _set_old_aside(self, target: LocalTarget) -> str:
+        """Keep the folder that was replaced, after the fsync of the parent folder has failed.
+
+        A power cut may now bring the old folder back. With the suffix `old`, only the next save to
+        this target removes it. A save to another target must not: its fsync may report a success
+        that this one did not have.
+
+        Returns:
+            The end of the error message, which names the folder.
+        """
         old = self._old
         if old is None:
             return ""
         with suppress(OSError):
             if old.name.endswith(".tmp") and old.is_in_place():
-                aside = make_temporary_name(target.name, suffix="old", longest=target.longest)
-                target.files.rename(old.name, aside, dir_fd=target.at)
-                old.name = aside
+                name = make_temporary_name(
+                    target.name, suffix="old", max_nbytes=target.max_name_nbytes
+                )
+                target.files.rename(old.name, name, dir_fd=target.dir_fd)
+                old.name = name
         return f" (what it replaced is kept as {old.name})"
 
-    def _let_go(self) -> None:
+    def _close_old(self) -> None:
         if self._old is not None:
             with suppress(OSError):
                 self._old.close()
         self._old = None
 
-    def _leave(self) -> None:
-        """Close everything and give up what was not committed; what is on disk decides, not how far the code believes to be."""
-        target, temporary = self._target, self._temporary
-        self._target = self._temporary = None
-        for file in self._created.values():
-            if file is not None:
-                file.give_up()
+    def _end(self) -> None:
+        target = self._target
+        temporary = self._temporary
+        self._target = None
+        self._temporary = None
+        for new_file in self._new_files.values():
+            if new_file is not None:
+                new_file.close_unfinished()
         if target is not None and temporary is not None:
             with suppress(OSError):
-                self._settle(target, temporary)
+                self._clean_up(target, temporary)
             with suppress(OSError):
                 temporary.close()
-        self._let_go()
+        self._close_old()
         if target is not None:
             target.close()
 
-    def _settle(self, target: TargetName, temporary: LockedEntry) -> None:
-        files, at, old = target.files, target.at, self._old
+    def _clean_up(self, target: LocalTarget, temporary: LockedEntry) -> None:
+        """Undo a save that was given up, or complete one that had become visible already.
+
+        The names on the disk decide which of the two it is. An interrupt may come between a system
+        call and the line that records it.
+        """
+        files = target.files
+        old = self._old
         if temporary.is_in_place():
-            if old is not None and files.stat(target.name, dir_fd=at) is None and old.is_in_place():
-                files.rename(old.name, target.name, dir_fd=at)
-            names = plain_names(files, temporary.descriptor)
+            target_is_missing = files.stat(target.name, dir_fd=target.dir_fd) is None
+            if old is not None and target_is_missing and old.is_in_place():
+                # The interrupt came between the two renames.
+                files.rename(old.name, target.name, dir_fd=target.dir_fd)
+            names = list_regular_files(files, temporary.descriptor)
             if names is not None:
-                empty(files, temporary, names)
-        elif old is not None and target.holds(temporary):
-            # Interrupted after the visible step.
+                remove_folder(temporary, names)
+        elif old is not None and target.may_have_become(temporary):
             if self.durable:
-                files.sync(at)
-            self._remove_old(target)
+                files.sync(target.dir_fd)
+            self._remove_old()
 
 
-def _in_common(files: list[FileEntry], owner: tuple[int, int]) -> FileEntry | None:
-    """What may be done with all of these files, and whose they are: the owner's that is given, if not all are one's."""
-    if not files:
+def _intersect_access(entries: list[FileEntry], folder_owner: tuple[int, int]) -> FileEntry | None:
+    """Return an entry with the rights that all of these files grant. None if there are no files.
+
+    Its owner is that of the files, or of their folder if the files have different owners. The owner
+    may always read it.
+    """
+    if not entries:
         return None
-    mode = reduce(and_, (found.mode for found in files))
-    owners = {found.owner for found in files}
-    return replace(files[0], mode=mode | 0o400, owner=owners.pop() if len(owners) == 1 else owner)
+    mode = reduce(and_, (entry.mode for entry in entries))
+    owners = {entry.owner for entry in entries}
+    owner = owners.pop() if len(owners) == 1 else folder_owner
+    return replace(entries[0], mode=mode | 0o400, owner=owner)

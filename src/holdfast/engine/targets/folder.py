@@ -23,13 +23,12 @@ from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import Store
 from holdfast.core.strict_json import parse
 from holdfast.core.value import replace
-from holdfast.engine.commit.new_file import NewFile, linked_or_copied
+from holdfast.engine.commit.new_file import NewFile, link_or_copy_file
 from holdfast.engine.commit.target import not_committed_on_error
-from holdfast.engine.commit.temporaries import ATTEMPTS, LockedEntry, try_lock
+from holdfast.engine.commit.temporaries import MAX_ATTEMPTS, LockedEntry, try_lock
 from holdfast.engine.commit.transactions import (
     DirectoryTransaction,
     FileTransaction,
-    read_file,
     replace_file,
 )
 from holdfast.engine.saves import Data, FilePlan, Gathered, LinkedFile, Literal, SavePlan
@@ -46,7 +45,7 @@ from holdfast.engine.write import (
     write_range,
 )
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
-from holdfast.stores.files import Files, make_parents, system_files
+from holdfast.stores.files import Files, make_parents, read_all, system_files
 from holdfast.stores.local import DescriptorStore, LocalStore
 from holdfast.stores.virtual import tensor_stamp
 
@@ -95,7 +94,7 @@ class Staging:
             self._at = self._files.open_directory(self._parent)
             try:
                 self._folder = (
-                    LockedEntry.open_directory(self._files, self._name, at=self._at)
+                    LockedEntry.open_directory(self._files, self._name, dir_fd=self._at)
                     if is_joined
                     else self._claim()
                 )
@@ -106,12 +105,12 @@ class Staging:
 
     def _claim(self) -> LockedEntry:
         """Open and lock the folder. Raises `NotCommitted` if another process has it."""
-        for _ in range(ATTEMPTS):
+        for _ in range(MAX_ATTEMPTS):
             with suppress(FileExistsError):
                 self._files.mkdir(self._name, dir_fd=self._at, private=True)
             # Whoever had it may publish and remove it now, between any two of these calls.
             try:
-                folder = LockedEntry.open_directory(self._files, self._name, at=self._at)
+                folder = LockedEntry.open_directory(self._files, self._name, dir_fd=self._at)
             except FileNotFoundError:
                 continue
             try:
@@ -124,7 +123,7 @@ class Staging:
                     folder.close()
                 raise
             folder.close()
-        raise OSError(errno.EAGAIN, f"other processes removed it {ATTEMPTS} times")
+        raise OSError(errno.EAGAIN, f"other processes removed it {MAX_ATTEMPTS} times")
 
     def put(
         self, file: FilePlan, write: Callable[[FilePlan, NewFile], Mapping[str, int]]
@@ -153,7 +152,7 @@ class Staging:
 
     def adopt(self, folder: DirectoryTransaction, key: str) -> None:
         """Give a finished file a second name inside the transaction."""
-        folder.adopt(key, f"../{self._name}/{key}")
+        folder.link_finished(key, f"../{self._name}/{key}")
 
     def close(self) -> None:
         """Leave the folder for the next try."""
@@ -180,9 +179,16 @@ class Staging:
         found = self._files.stat(file.key, dir_fd=self._folder.descriptor)
         if found is None or found.kind != "file" or found.nbytes != file.nbytes:
             return None
-        path = self._path(file.key + RECEIPT)
         try:
-            receipt = read_file(path, most_nbytes=DEFAULTS.index_nbytes, files=self._files)
+            name = file.key + RECEIPT
+            entry = self._files.stat(name, dir_fd=self._folder.descriptor)
+            receipt = read_all(
+                self._files,
+                name,
+                entry,
+                dir_fd=self._folder.descriptor,
+                max_nbytes=DEFAULTS.index_nbytes,
+            )
             recorded = None if receipt is None else parse(receipt, DEFAULTS)
         except HoldfastError:
             return None
@@ -205,7 +211,7 @@ def _fill(file: FilePlan, how: Saving, sink: NewFile, path: str) -> Mapping[str,
         check_written(
             file, sink.descriptor, how.crcs, path=path, blocks=receipt.blocks, threads=how.threads
         )
-    sink.complete = True
+    sink.is_complete = True
     return receipt.crcs
 
 
@@ -237,7 +243,7 @@ class FirstTarget(Target):
         made = self._shared_file(file.key)
         how.crcs.update(finish_file(file, made, written, crcs=how.crcs, progress=how.progress).crcs)
         check_source(file, how.crcs)
-        made.complete = True
+        made.is_complete = True
 
 
 class FileTarget(FileTransaction, FirstTarget):
@@ -323,7 +329,7 @@ class JoinedFolder(Target):
         self._made.append(shared)
         shared.begin_writeback()
         written = _fill_part(file, part, how, shared, self._path)
-        shared.finish(durable=self._durable)
+        shared.finish()
         return written
 
     def begin(self, file: FilePlan) -> Fill:
@@ -331,7 +337,7 @@ class JoinedFolder(Target):
 
         def fill(how: Saving) -> Mapping[str, int]:
             crcs = _fill(file, how, made, self._path)
-            made.finish(durable=self._durable)
+            made.finish()
             return crcs
 
         return fill
@@ -340,7 +346,7 @@ class JoinedFolder(Target):
         made = self._create(key)
         made.begin_writeback()
         write(AtEnd(made))
-        made.finish(durable=self._durable)
+        made.finish()
 
     def free_names(self, prefix: str, suffix: str) -> Iterator[str]:
         known, number = set(self._system.list(self._folder)), 0
@@ -355,15 +361,21 @@ class JoinedFolder(Target):
             _base(system, file.folder) as base,
             not_committed_on_error("taking over a file of the base", label),
         ):
-            made, linked = linked_or_copied(
-                system, file.key, file.nbytes, source_at=base, at=self._folder, label=label
+            made, linked = link_or_copy_file(
+                system,
+                file.key,
+                file.nbytes,
+                source_dir_fd=base,
+                dir_fd=self._folder,
+                path=label,
+                durable=self._durable,
             )
-            made.finish(durable=self._durable)
+            made.finish()
         return linked
 
     def close(self) -> None:
         for made in self._made:
-            made.give_up()
+            made.close_unfinished()
         found, self._open = self._open, None
         if found is not None:
             self._system.close(found)
@@ -426,7 +438,7 @@ class FolderTarget(FirstTarget):
         self._staged: list[str] = []
         self._published = False
         self._folder = DirectoryTransaction(
-            path, durable=durable, overwrite=overwrite, replaceable=replaceable, files=files
+            path, durable=durable, overwrite=overwrite, is_replaceable=replaceable, files=files
         )
 
     def __enter__(self) -> Self:
@@ -455,7 +467,7 @@ class FolderTarget(FirstTarget):
 
     def link(self, file: LinkedFile) -> bool:
         with _base(self._system, file.folder) as base:
-            return self._folder.link(file.key, file.nbytes, folder=base)
+            return self._folder.link_from_base(file.key, file.nbytes, base_dir_fd=base)
 
     def begin(self, file: FilePlan) -> Fill:
         if self._staging is None:
@@ -465,7 +477,7 @@ class FolderTarget(FirstTarget):
         return partial(_staged, self._staging, file, self.path)
 
     def adopt(self, key: str, path: str) -> None:
-        self._folder.adopt(key, path)
+        self._folder.link_finished(key, path)
 
     def written(self) -> Store:
         return LocalStore(self._folder.hidden_path, max_files=DEFAULTS.files)
@@ -480,7 +492,7 @@ class FolderTarget(FirstTarget):
                 self._staging.adopt(folder, key)
         else:
             for key, nbytes, linked in others:
-                folder.join(key, nbytes, linked=linked)
+                folder.add_from_rank(key, nbytes, is_linked=linked)
         folder.seal_data()
         for file in index:
             _fill(file, how, folder.create(file.key), self.path)

@@ -25,10 +25,11 @@ from holdfast.core.value import Value, replace
 from holdfast.engine.commit.target import not_committed_on_error
 from holdfast.engine.commit.temporaries import (
     LockedEntry,
-    empty,
+    TargetLocation,
     find_set_aside,
     make_temporary_name,
     remove_abandoned,
+    remove_folder,
     try_lock,
 )
 from holdfast.engine.commit.transactions import replace_file
@@ -85,10 +86,10 @@ class Hidden(Value, eq=False):
         try:
             with suppress(OSError):
                 if durable:
-                    files.sync(entry.at)
+                    files.sync(entry.dir_fd)
                 if self.seal is not None:
                     with suppress(FileNotFoundError):
-                        files.unlink(self.seal, dir_fd=entry.at)
+                        files.unlink(self.seal, dir_fd=entry.dir_fd)
                 _remove_entry(entry, is_folder=self.is_folder)
         finally:
             with suppress(OSError):
@@ -101,8 +102,9 @@ def forget_replaced(files: Files, names: Collection[str], *, at: int, there: Seq
         return
     longest = files.longest_name(at)
     for name in names:
-        if find_set_aside(files, name, at=at, there=there, longest=longest):
-            remove_abandoned(files, name, at=at, there=there, directories=True, longest=longest)
+        location = TargetLocation(files, name, at, longest)
+        if find_set_aside(location, there):
+            remove_abandoned(location, there, include_set_aside=True)
             files.sync(at)
 
 
@@ -121,7 +123,7 @@ def hide(files: Files, name: str, *, at: int) -> Hidden:
         is_ours = not is_folder or try_lock(files, entry.descriptor)
         if not is_ours or not entry.is_in_place():
             raise OSError(errno.EBUSY, "another process writes or deletes it", name)
-        hidden = make_temporary_name(PREFIX + name, longest=files.longest_name(at))
+        hidden = make_temporary_name(PREFIX + name, max_nbytes=files.longest_name(at))
         files.rename(name, hidden, dir_fd=at)
         entry.name = hidden
         return Hidden(entry, is_folder, None if is_folder else seal_name(name))
@@ -139,7 +141,7 @@ def _open_entry(files: Files, name: str, *, at: int) -> tuple[LockedEntry, bool]
     is_folder = found.kind == "directory"
     descriptor = files.open_directory(name, dir_fd=at) if is_folder else files.open(name, dir_fd=at)
     try:
-        return LockedEntry(files, name, at=at, descriptor=descriptor), is_folder
+        return LockedEntry(files, name, dir_fd=at, descriptor=descriptor), is_folder
     except BaseException:
         with suppress(OSError):
             files.close(descriptor)
@@ -150,7 +152,7 @@ def _remove_entry(entry: LockedEntry, *, is_folder: bool) -> None:
     if is_folder:
         _empty(entry.files, entry)
     else:
-        entry.files.unlink(entry.name, dir_fd=entry.at)
+        entry.files.unlink(entry.name, dir_fd=entry.dir_fd)
 
 
 def clean(files: Files, there: Sequence[str], *, at: int) -> None:
@@ -185,13 +187,13 @@ def _empty(files: Files, folder: LockedEntry, depth: int = 0) -> None:
             continue
         if depth == DEEPEST:
             raise OSError(errno.ELOOP, "too many folders in folders", name)
-        inner = LockedEntry.open_directory(files, name, at=folder.descriptor)
+        inner = LockedEntry.open_directory(files, name, dir_fd=folder.descriptor)
         try:
             _empty(files, inner, depth + 1)
         finally:
             with suppress(OSError):
                 inner.close()
-    empty(files, folder, plain)
+    remove_folder(folder, plain)
 
 
 class RunDirectory(RunPlace):

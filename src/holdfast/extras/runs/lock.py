@@ -102,11 +102,11 @@ class RunLock:
         if kept is not None:
             with suppress(OSError):
                 if kept.is_in_place():
-                    kept.files.unlink(LOCK, dir_fd=kept.at)
+                    kept.files.unlink(LOCK, dir_fd=kept.dir_fd)
             with suppress(OSError):
                 kept.close()
             with suppress(OSError):
-                kept.files.close(kept.at)
+                kept.files.close(kept.dir_fd)
 
 
 def _is_free(files: Files, at: int, path: str) -> bool:
@@ -116,7 +116,7 @@ def _is_free(files: Files, at: int, path: str) -> bool:
     except FileNotFoundError:
         return True
     try:
-        kept = LockedEntry(files, LOCK, at=at, descriptor=descriptor)
+        kept = LockedEntry(files, LOCK, dir_fd=at, descriptor=descriptor)
         try:
             alone = files.lock(descriptor)
         except OSError as error:
@@ -143,7 +143,7 @@ def _make(files: Files, at: int) -> LockedEntry | None:
     try:
         if not try_lock(files, descriptor):
             return None
-        found = LockedEntry(files, LOCK, at=at, descriptor=descriptor)
+        found = LockedEntry(files, LOCK, dir_fd=at, descriptor=descriptor)
         if found.is_in_place():
             text = write_document(DOCUMENT, Holder(os.getpid(), platform.node(), time.time()))
             write_all(files, descriptor, text, offset=0)

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
-from holdfast.engine.commit.temporaries import SAFE_NAME_NBYTES, find_set_aside
+from holdfast.engine.commit.temporaries import SAFE_NAME_NBYTES, TargetLocation, find_set_aside
 from holdfast.errors import HoldfastError, StoreError
 from holdfast.formats import format_of
 from holdfast.formats.safetensors.schema import MANIFEST
@@ -185,7 +185,7 @@ class DirectoryLook:
         for name, target in asides.items():
             # A crash caught the step between two renames: it is not there, and no other one was moved aside.
             if files.stat(target, dir_fd=at) is None and find_set_aside(
-                files, target, at=at, there=[*asides], longest=SAFE_NAME_NBYTES
+                TargetLocation(files, target, at, SAFE_NAME_NBYTES), [*asides]
             ) == [name]:
                 claim(self.claims, int(target.removeprefix("step-")), name)
         for name in foreign:

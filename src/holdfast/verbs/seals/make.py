@@ -19,7 +19,7 @@ from functools import partial
 
 from holdfast.core.limits import Limits
 from holdfast.engine.checksums import Progress
-from holdfast.engine.commit.target import not_committed_on_error, open_target, refuse_existing
+from holdfast.engine.commit.target import check_replaceable, not_committed_on_error, open_target
 from holdfast.engine.commit.transactions import replace_file
 from holdfast.engine.file_digest import digest_file
 from holdfast.engine.threads import DEFAULT_THREADS, run_all
@@ -296,6 +296,6 @@ def check_place(files: Files, place: str, *, overwrite: bool) -> None:
                 file=place,
                 errno=errno.EEXIST,
             )
-        refuse_existing(target.existing, place, directory=False, overwrite=overwrite)
+        check_replaceable(target.existing, place, is_folder=False, overwrite=overwrite)
     finally:
         target.close()

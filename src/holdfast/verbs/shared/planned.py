@@ -29,7 +29,7 @@ from holdfast.core.options import CopyConfig, Progress, pick_fields
 from holdfast.core.protocols import Store
 from holdfast.core.quantities import Size, parse_nbytes
 from holdfast.core.value import Value, replace
-from holdfast.engine.commit.target import open_target, refuse_existing
+from holdfast.engine.commit.target import check_replaceable, open_target
 from holdfast.engine.commit.temporaries import wait_for_room
 from holdfast.engine.saves import LinkedFile, SavePlan, remove_hashes
 from holdfast.engine.targets.parts import Findings, PlanSave
@@ -462,7 +462,7 @@ def check_target(path: str, *, directory: bool, writing: Writing) -> None:
     target = open_target(system_files(), path)
     try:
         overwrite = not directory if writing.overwrite is None else writing.overwrite
-        refuse_existing(target.existing, path, directory=directory, overwrite=overwrite)
+        check_replaceable(target.existing, path, is_folder=directory, overwrite=overwrite)
     finally:
         target.close()
 
