@@ -1,4 +1,4 @@
-"""Turns at computing: as many as there are cores, up to four, and all of them free in a forked child."""
+"""Locks for computing: as many as there are cores, up to four, and all of them free in a forked child."""
 
 import subprocess
 import sys
@@ -13,50 +13,54 @@ from holdfast.engine import threads
 
 @pytest.fixture
 def two_cores(monkeypatch):
-    """No thread has a turn yet, and there are two."""
+    """Simulate two cores, with no lock assigned to any thread."""
     monkeypatch.setattr(threads, "CORES", 2)
-    monkeypatch.setattr(threads, "_turns", cache(threads._turns.__wrapped__))
-    monkeypatch.setattr(threads, "_own", threads._Own())
+    monkeypatch.setattr(threads, "_computing_locks", cache(threads._computing_locks.__wrapped__))
+    monkeypatch.setattr(threads, "_assigned", threads._AssignedLock())
 
 
 def test_no_more_threads_compute_than_there_are_cores(two_cores):
-    lock, now, most = threading.Lock(), 0, 0
+    lock = threading.Lock()
+    running_count = 0
+    max_count = 0
 
     def task() -> None:
-        nonlocal now, most
+        nonlocal running_count, max_count
         with threads.computing():
             with lock:
-                now += 1
-                most = max(most, now)
+                running_count += 1
+                max_count = max(max_count, running_count)
             time.sleep(0.01)
             with lock:
-                now -= 1
+                running_count -= 1
 
     threads.run_all([task] * 12, 6)
-    assert (now, most) == (0, 2)
+
+    assert running_count == 0
+    assert max_count == 2
 
 
-def test_on_many_cores_there_are_few_turns(two_cores, monkeypatch):
+def test_no_more_than_four_threads_compute_on_many_cores(two_cores, monkeypatch):
     monkeypatch.setattr(threads, "CORES", 64)
-    assert len(threads._turns()) == threads.AT_ONCE
+    assert len(threads._computing_locks()) == threads.MAX_COMPUTING_THREADS
 
 
-def test_threads_share_the_turns_evenly(two_cores):
-    started = [threading.Thread(target=lambda: turns.append(threads.computing())) for _ in range(6)]
-    turns: list[object] = []
-    for thread in started:
+def test_threads_share_the_locks_evenly(two_cores):
+    locks: list[object] = []
+    for _ in range(6):
+        thread = threading.Thread(target=lambda: locks.append(threads.computing()))
         thread.start()
         thread.join()
-    assert sorted(map(turns.count, turns)) == [3] * 6
+    assert [locks.count(lock) for lock in locks] == [3] * 6
 
 
-def test_who_has_a_turn_has_it_again(two_cores):
-    """As a handler of a signal would that saves while its thread computes."""
+def test_a_thread_can_acquire_its_lock_twice(two_cores):
+    """A signal handler may save while its thread computes."""
     with threads.computing(), threads.computing():
         pass
 
 
-def test_who_fails_gives_its_turn_back(two_cores):
+def test_a_lock_is_free_after_an_error(two_cores):
     for _ in range(3):
         with pytest.raises(ZeroDivisionError), threads.computing():
             raise ZeroDivisionError
@@ -76,7 +80,7 @@ with threads.computing():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
-def test_all_turns_are_free_in_a_forked_child():
+def test_all_locks_are_free_in_a_forked_child():
     done = subprocess.run(
         [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=False
     )

@@ -1,11 +1,14 @@
-"""Threads of our own: work is shared out among them and the caller, and is done by the caller alone where none can start.
+"""Runs work on several threads, and decides how many threads and how much memory it may use.
 
-Python's own pools refuse work from the moment the program ends, and a save may go on then. Since Python 3.12 no thread can start
-at all by that time; at any time the system may refuse one more. So:
+Python's own thread pools refuse work once the program ends, but a save may still be running then.
+Since Python 3.12 no thread can start at that time, and the system may refuse a thread at any time.
+So there are threads of our own, with three rules:
 
-1. The caller is one of those who work. Helpers only make it faster, and a helper that cannot start is not missed.
-2. The first failure, in time, keeps all that has not begun from beginning. It is raised when everybody has come to rest.
-3. Nobody leaves before: not on Ctrl-C, and not on a second one. What is closed after the work is used by no thread any more.
+1. The calling thread works as well. Helper threads only make the work faster: if one cannot start,
+   the others do its share.
+2. After the first error, no further task starts. The error is raised when all threads have stopped.
+3. The caller does not return before that, even if Ctrl-C is pressed several times. So no thread
+   still uses what the caller closes after the work.
 """
 
 from __future__ import annotations
@@ -29,21 +32,49 @@ from holdfast.errors import LimitExceeded
 
 T = TypeVar("T")
 
-
 CORES = os.cpu_count() or 1
-"""Linux reads this from a file, which takes as long as everything else that a small load does."""
+"""The cores of this machine. They are counted once: on Linux, that takes as long as everything else
+in a small load."""
 
-DEFAULT_THREADS = min(16, 2 * CORES)
-"""Threads that keep the memory bus busy and some reads waiting. More threads only contend."""
+MAX_DEFAULT_THREADS = 16
+"""More threads only compete for the memory bus."""
+
+DEFAULT_THREADS = min(MAX_DEFAULT_THREADS, 2 * CORES)
+"""Two threads for each core, since some of them wait for a read."""
+
+INLINE_NBYTES = 1 << 20
+"""Less than this is read by the calling thread alone. Starting threads would take longer."""
+
+CACHED_NBYTES = 1 << 20
+"""How many bytes stay in the cache of a core between reading them and computing their checksum."""
+
+FEW_THREADS = 4
+"""Above this number of threads, blocks are larger. Each call waits for the interpreter lock, which
+takes about 0.2 ms with 16 threads."""
 
 
 def default_threads(processes: int) -> int:
-    """Return the threads of each of several processes that share the machine."""
-    return max(1, min(16, 2 * CORES // max(processes, 1)))
+    """Return the number of threads for each of several processes that share this machine."""
+    return max(1, min(MAX_DEFAULT_THREADS, 2 * CORES // max(processes, 1)))
+
+
+def choose_cached_nbytes(threads: int, max_nbytes: int) -> int:
+    """Return how many bytes a thread should read and process at a time.
+
+    Args:
+        threads: How many threads work at the same time.
+        max_nbytes: The block size for many threads. Few threads use blocks that fit into the cache.
+    """
+    if threads <= FEW_THREADS:
+        return CACHED_NBYTES
+    return max_nbytes
 
 
 def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
-    """Run callables on this thread and others; the first failure keeps all others from beginning and is raised at the end."""
+    """Run tasks on this thread and helper threads, and wait until all of them are done.
+
+    After the first error, no further task starts. The error is raised when all threads have stopped.
+    """
     tasks = list(work)
     if threads <= 1 or len(tasks) <= 1:
         for task in tasks:
@@ -52,157 +83,130 @@ def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
     ThreadPool(tasks).run(min(threads, len(tasks)) - 1)
 
 
-INLINE_NBYTES = 1 << 20
-"""Less than this is read by the caller alone: starting threads would take longer."""
-
-CACHED_NBYTES = 1 << 20
-"""Bytes that stay in the cache of a core between reading and summing them."""
-
-FEW_THREADS = 4
-"""Above this, pieces are larger: every call waits for the interpreter lock, some 0.2 ms for 16 threads."""
-
-
-def choose_cached_nbytes(threads: int, most: int) -> int:
-    """Return the bytes to be summed or written at a time: a cache full, or `most` for many threads."""
-    return CACHED_NBYTES if threads <= FEW_THREADS else most
-
-
 def run_reads(work: Iterable[Callable[[], None]], threads: int, *, stores: Iterable[Store]) -> None:
-    """Run tasks that read from these stores: in order on this thread if one of the stores needs that."""
-    ordered = [store for store in dict.fromkeys(stores) if store.read_profile.is_sequential]
-    if not ordered:
+    """Run tasks that read from stores.
+
+    If one of the stores must be read from front to back, as a stream, the tasks run one after the
+    other on this thread. Otherwise this is `run_all`.
+    """
+    sequential_stores = [
+        store for store in dict.fromkeys(stores) if store.read_profile.is_sequential
+    ]
+    if not sequential_stores:
         run_all(work, threads)
         return
-    with ExitStack() as blocks:
-        for store in ordered:
-            blocks.enter_context(store.reading())
+    with ExitStack() as open_reads:
+        for store in sequential_stores:
+            open_reads.enter_context(store.reading())
         run_all(work, 1)
 
 
-KEPT_NBYTES = 16 << 20  # More than the arrays between two calls take together, of one thread.
-
-
-AT_ONCE = 4
-"""Threads that compute, of however many cores. A part of numpy holds the interpreter's lock (`bincount`, `take`, the casts of
-ml_dtypes): sixteen threads did the work of two, at three times the processor time (026)."""
-
-
-@cache
-def _turns() -> tuple[AbstractContextManager[bool], ...]:
-    """As many as there are cores, up to `AT_ONCE`. A thread may have its own twice: a handler of a signal may compute meanwhile."""
-    # Memory of this length is freed at once, untouched. After that the C library keeps what is freed, up to twice the length,
-    # instead of giving it back: arrays between two calls would be fresh pages each time, which cost as much as all that is
-    # computed. (glibc's thresholds grow with what is freed; other libraries have other rules.)
-    np.empty(KEPT_NBYTES, np.uint8)
-    return tuple(make_fork_safe(threading.RLock()) for _ in range(min(CORES, AT_ONCE)))
-
-
-class _Own(threading.local):
-    turn: AbstractContextManager[bool] | None = None
-
-
-_own, _numbers = _Own(), count()
-
-
-def computing() -> AbstractContextManager[bool]:
-    """To compute with numpy, in a `with`; who has it neither reads nor waits for anything meanwhile. Every call of numpy takes the
-    interpreter's lock again. Threads that have no core wait for it too, and who gets it without a core to run on keeps all others
-    from theirs: with two threads a core, that took more time than the arithmetic. A plain lock and no semaphore: Python's own may
-    lose a turn for ever where Ctrl-C arrives."""
-    turn = _own.turn
-    if turn is None:
-        # Threads that start one after the other have different ones, as far as there are.
-        turn = _own.turn = _turns()[next(_numbers) % len(_turns())]
-    return turn
-
-
 class ThreadPool:
-    """The caller and its helpers, who do the tasks of one `run_all`."""
+    """The calling thread and its helpers, which run the tasks of one `run_all`."""
 
     def __init__(self, tasks: list[Callable[[], None]]) -> None:
-        self._left = iter(tasks)
-        self._failures: list[BaseException] = []
-        self._turn = threading.Lock()
-        self._helpers = 0
-        self._over = False
-        self._rested = (
-            threading.Lock()
-        )  # Taken, until the last helper has come to rest after the end.
-        self._rested.acquire()
+        """Prepare to run tasks. Each of them runs once, on any thread."""
+        self._waiting_tasks = iter(tasks)
+        self._errors: list[BaseException] = []
+        self._lock = threading.Lock()
+        """Protects the attributes of this object."""
+        self._helper_count = 0
+        self._is_over = False
+        """Whether no further task may start."""
+        self._helpers_stopped = threading.Lock()
+        """Acquired until the last helper has stopped after the end of the tasks."""
+        self._helpers_stopped.acquire()
 
-    def run(self, helpers: int) -> None:
+    def run(self, max_helpers: int) -> None:
+        """Run all tasks, and wait until every helper has stopped."""
         try:
-            for _ in range(helpers):
-                if self._over or start_thread(self._help, name="holdfast") is None:
+            for _ in range(max_helpers):
+                if self._is_over or start_thread(self._help, name="holdfast") is None:
                     break
             self._work()
         finally:
-            # No call before the inner `try`: an interrupt arrives at calls, and whoever left now would leave helpers behind.
+            # Ctrl-C raises KeyboardInterrupt at calls. There is no call outside of the inner `try`,
+            # because leaving here would leave helpers running behind.
             while True:
                 try:
-                    with self._turn:
-                        self._over = True
-                    while self._helpers:
-                        self._rested.acquire()
+                    with self._lock:
+                        self._is_over = True
+                    while self._helper_count:
+                        self._helpers_stopped.acquire()
                     break
                 except BaseException as error:
-                    self._fail(error)
-        if self._failures:
-            failure = self._failures[0]
-            # Who raises an error that is kept, or that a variable has, is kept by it: with the memory that was being written.
-            self._failures.clear()
+                    self._stop_after(error)
+        if self._errors:
+            first_error = self._errors[0]
+            # The traceback of an error refers to this frame. If the frame or this object still
+            # referred to the error, the cycle would keep the memory that was being written.
+            self._errors.clear()
             try:
-                raise failure
+                raise first_error
             finally:
-                del failure
+                del first_error
 
     def _help(self) -> None:
-        with self._turn:
-            # One that comes too late must touch nothing: the caller may be gone.
-            if self._over:
+        """Run tasks on a helper thread."""
+        with self._lock:
+            # A helper that starts too late must not touch anything, since the caller may be gone.
+            if self._is_over:
                 return
-            self._helpers += 1
+            self._helper_count += 1
         self._work()
-        with self._turn:
-            self._helpers -= 1
-            if self._over and not self._helpers:
-                self._rested.release()
+        with self._lock:
+            self._helper_count -= 1
+            if self._is_over and not self._helper_count:
+                self._helpers_stopped.release()
 
     def _work(self) -> None:
+        """Run waiting tasks until there are none, or one of them fails."""
         try:
-            while (task := self._next()) is not None:
+            while (task := self._take_task()) is not None:
                 task()
         except BaseException as error:
-            # Here and not by whoever waits: under load that thread wakes when hundreds of further tasks have run.
-            self._fail(error)
+            # The failing thread itself stops the others. Under load, the calling thread may wake up
+            # hundreds of tasks later.
+            self._stop_after(error)
 
-    def _next(self) -> Callable[[], None] | None:
-        with self._turn:
-            return None if self._over else next(self._left, None)
+    def _take_task(self) -> Callable[[], None] | None:
+        """Return the next task, or None if no further task may start."""
+        with self._lock:
+            if self._is_over:
+                return None
+            return next(self._waiting_tasks, None)
 
-    def _fail(self, error: BaseException) -> None:
-        self._failures.append(error)
-        self._over = True
+    def _stop_after(self, error: BaseException) -> None:
+        """Record an error and start no further task."""
+        self._errors.append(error)
+        self._is_over = True
 
 
 class BackgroundCall(Generic[T]):
-    """One call beside what the caller does: on a thread of its own or, where none can start, when its result is asked for. Used in
-    a `with`; at its end the call is over, or will never begin."""
+    """Calls a function while the caller does something else, in a `with` block.
+
+    The function runs on a thread of its own. If no thread can start, it runs when its result is
+    requested. When the block ends, the function has returned or will never be called.
+    """
 
     def __init__(self, call: Callable[[], T], *, name: str = "holdfast") -> None:
-        self._call = call
-        self._begun = threading.Lock()
-        from concurrent.futures import Future  # for those who need it: it imports logging
+        """Prepare to call a function without arguments on a thread with this name."""
+        # Imported here because it imports the logging package, which few callers need.
+        from concurrent.futures import Future
 
-        self._future: Future[T] = Future()
+        self._call = call
         self._name = name
+        self._start_lock = threading.Lock()
+        """Acquired by the thread that calls the function."""
+        self._future: Future[T] = Future()
 
     def __enter__(self) -> Self:
+        """Start the thread."""
         start_thread(self._run, name=self._name)
         return self
 
     def result(self) -> T:
-        """What the call came to; raises what it raised."""
+        """Return what the function returned, or raise what it raised."""
         self._run()
         return self._future.result()
 
@@ -212,16 +216,18 @@ class BackgroundCall(Generic[T]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Cancel the call, or wait until it has ended, even if Ctrl-C is pressed meanwhile."""
         interrupt: BaseException | None = None
         while True:
             try:
                 if not self._future.cancel():
                     self._future.exception()
                 break
-            except BaseException as late:
-                interrupt = late
+            except BaseException as late_error:
+                interrupt = late_error
         if error is not None:
-            # What was raised may be what the call came to, and holds the frames of those who have this: it is not kept twice.
+            # The error of the block may be the one of the function. It refers to the frames that
+            # refer to this object, so the future is replaced to break the cycle.
             self._future = type(self._future)()
         if interrupt is not None:
             try:
@@ -230,93 +236,177 @@ class BackgroundCall(Generic[T]):
                 del interrupt
 
     def _run(self) -> None:
-        if not self._begun.acquire(blocking=False):
+        """Call the function, unless another thread has begun to."""
+        if not self._start_lock.acquire(blocking=False):
             return
         try:
             if self._future.set_running_or_notify_cancel():
                 self._future.set_result(self._call())
         except BaseException as error:
             self._future.set_exception(error)
-            # As Python's own pools do: the error holds this frame, and the frame would hold the error.
+            # As in Python's own thread pools: the error refers to this frame, so the frame must not
+            # refer to the error through `self`.
             del self
 
 
 class Scratch(threading.local):
-    """Memory of each thread that grows to what is asked of it."""
+    """Memory that each thread uses again for every block. It grows to the largest block."""
 
     _memory = memoryview(b"")
 
     def reserve(self, nbytes: int) -> memoryview:
+        """Return memory of this thread, with what the last block left in it."""
         if self._memory.nbytes < nbytes:
             self._memory = np.empty(nbytes, np.uint8).data
         return self._memory[:nbytes]
 
 
-SMALLEST_BLOCK_NBYTES = 64 << 10
-LARGEST_BLOCK_NBYTES = 4 << 20
+REUSED_NBYTES = 16 << 20
+"""More than all arrays that one thread allocates between two steps of a computation."""
 
-REMOTE_BLOCK_NBYTES = (
-    1 << 20
-)  # A remote store is not asked for smaller pieces: there are fewer threads instead.
-BASE_NBYTES = (
-    64 << 20
-)  # What the plan and the interpreter take beside the blocks, counted against the budget.
-COPIES = 4  # Blocks that one thread may hold: what was read, what is computed from it, what is written, what is checked.
+MAX_COMPUTING_THREADS = 4
+"""The most threads that compute at the same time, on any number of cores. Some functions of numpy
+hold the interpreter lock (`bincount`, `take`, the casts of ml_dtypes). With 16 threads they did the
+work of two, and took three times the processor time (docs/design/026)."""
+
+
+@cache
+def _computing_locks() -> tuple[AbstractContextManager[bool], ...]:
+    """Return the locks of the threads that compute. Each one lets one thread compute at a time.
+
+    A thread may acquire its lock twice, because a signal handler may compute as well.
+    """
+    # This memory is freed at once and never touched. After that, glibc keeps freed memory of up to
+    # twice this size for later arrays. Otherwise each array would have new pages from the system,
+    # which take as long as the computation.
+    np.empty(REUSED_NBYTES, np.uint8)
+    lock_count = min(CORES, MAX_COMPUTING_THREADS)
+    return tuple(make_fork_safe(threading.RLock()) for _ in range(lock_count))
+
+
+class _AssignedLock(threading.local):
+    """The lock that each thread acquires to compute."""
+
+    lock: AbstractContextManager[bool] | None = None
+
+
+_assigned = _AssignedLock()
+_thread_numbers = count()
+
+
+def computing() -> AbstractContextManager[bool]:
+    """Limit how many threads compute with numpy at the same time. Use it in a `with` statement.
+
+    Do not read or wait for anything in the block. Every call of numpy acquires the interpreter lock.
+    A thread that gets this lock while it has no core to run on delays all others. With two threads
+    for each core, that took longer than the arithmetic itself.
+
+    There is a lock for each core and not one semaphore, because Ctrl-C can make Python's semaphore
+    lose a slot for ever.
+    """
+    lock = _assigned.lock
+    if lock is None:
+        # Threads that start one after the other get different locks, as long as there are enough.
+        locks = _computing_locks()
+        lock = locks[next(_thread_numbers) % len(locks)]
+        _assigned.lock = lock
+    return lock
+
+
+MIN_BLOCK_NBYTES = 64 << 10
+MAX_BLOCK_NBYTES = 4 << 20
+
+REMOTE_BLOCK_NBYTES = 1 << 20
+"""The smallest block that is requested from a remote store. If memory is short, there are fewer
+threads instead of smaller blocks."""
+
+BASE_NBYTES = 64 << 20
+"""The memory that the interpreter and the plan take in addition to the blocks."""
+
+BLOCKS_PER_THREAD = 4
+"""The blocks that a thread may have in memory: one that was read, one that is computed from it, one
+that is written, and one that is checked."""
 
 
 class MemoryBudget(Value, frozen=True):
-    """How many threads may work within so much memory, and on blocks of which size.
-
-    The block shrinks first, and then there are fewer threads. A budget that not even one smallest block fits into is refused.
-    """
+    """How many threads may work within a limit of memory, and the size of their blocks."""
 
     threads: int
     block_nbytes: int
     peak_nbytes: int
+    """The most memory that this takes, including the interpreter."""
 
 
 def plan_memory(
     max_memory: Size,
     threads: int | None = None,
     *,
-    smallest: int = SMALLEST_BLOCK_NBYTES,
-    requests: int = 0,
+    min_block_nbytes: int = MIN_BLOCK_NBYTES,
+    request_count: int = 0,
     processes: int = 1,
 ) -> MemoryBudget:
-    """What fits into so many bytes. `smallest` is the block that cannot be cut: all threads get it, or fewer threads do. `requests`
-    is how many reads a remote source wants under way at once; its blocks are larger, and it takes half of the memory, since the
-    target may be remote as well. `processes` share the machine. Raises `LimitExceeded` where not even that fits, and says what
-    would. Threads that the caller asked for are never taken away."""
-    room, workers = (
-        parse_nbytes(max_memory) - BASE_NBYTES,
-        threads or max(default_threads(processes), requests),
-    )
-    least, most = (
-        (REMOTE_BLOCK_NBYTES, 2 * LARGEST_BLOCK_NBYTES)
-        if requests
-        else (smallest, LARGEST_BLOCK_NBYTES)
-    )
-    room = room // 2 if requests else room
+    """Decide how many threads work within a limit of memory, and on blocks of which size.
+
+    If memory is short, blocks become smaller first, and then there are fewer threads.
+
+    Args:
+        max_memory: The limit for this process.
+        threads: The number of threads, if the user chose it. It is never reduced.
+        min_block_nbytes: The size of a block that cannot be cut.
+        request_count: How many requests a remote store should receive at the same time; 0 for a
+            local store. Blocks of a remote store are larger. They get half of the memory, because
+            the destination may be remote as well.
+        processes: How many processes share this machine.
+
+    Raises:
+        LimitExceeded: Not even the smallest blocks fit. The message says how much memory they need.
+    """
+    max_nbytes = parse_nbytes(max_memory)
+    available_nbytes = max_nbytes - BASE_NBYTES
+    preferred_nbytes = min_block_nbytes
+    max_block_nbytes = max(MAX_BLOCK_NBYTES, min_block_nbytes)
+    if request_count:
+        available_nbytes //= 2
+        preferred_nbytes = max(REMOTE_BLOCK_NBYTES, min_block_nbytes)
+        max_block_nbytes = max(2 * MAX_BLOCK_NBYTES, min_block_nbytes)
+
+    thread_count = threads or max(default_threads(processes), request_count)
     if threads is None:
-        workers = max(1, min(workers, room // (COPIES * max(least, smallest))))
-    block = min(max(most, smallest), room // (workers * COPIES))
-    if block < smallest:
-        least = BASE_NBYTES + workers * COPIES * smallest * (2 if requests else 1)
-        users = "one thread needs" if workers == 1 else f"{workers} threads need"
-        message = f"max_memory is too small: {users} {least:,} bytes; pass at least that"
-        if workers > 1:
-            message += ", or fewer threads"
-        raise LimitExceeded(message, expected=least, found=parse_nbytes(max_memory))
-    return MemoryBudget(workers, block, BASE_NBYTES + workers * COPIES * block)
+        fitting_count = available_nbytes // (BLOCKS_PER_THREAD * preferred_nbytes)
+        thread_count = max(1, min(thread_count, fitting_count))
+    block_count = thread_count * BLOCKS_PER_THREAD
+    block_nbytes = min(max_block_nbytes, available_nbytes // block_count)
+
+    if block_nbytes < min_block_nbytes:
+        needed_nbytes = block_count * min_block_nbytes
+        if request_count:
+            needed_nbytes *= 2
+        needed_nbytes += BASE_NBYTES
+        message = (
+            f"max_memory is too small: one thread needs {needed_nbytes:,} bytes; pass at least that"
+        )
+        if thread_count > 1:
+            message = (
+                f"max_memory is too small: {thread_count} threads need {needed_nbytes:,} bytes; "
+                "pass at least that, or fewer threads"
+            )
+        raise LimitExceeded(message, expected=needed_nbytes, found=max_nbytes)
+    return MemoryBudget(thread_count, block_nbytes, BASE_NBYTES + block_count * block_nbytes)
 
 
 def count_reading_threads(
     max_memory: Size | None, threads: int | None = None, processes: int = 1
 ) -> int:
-    """Threads for a verb that reads in blocks of its own, a few megabytes each: as many as were asked for, or as fit. The machine
-    is shared by so many processes."""
+    """Return the number of threads for a function that only reads, in blocks of a few megabytes.
+
+    Args:
+        max_memory: The limit of memory for this process, or None.
+        threads: The number of threads, if the user chose it.
+        processes: How many processes share this machine.
+    """
     if max_memory is None:
         return threads or default_threads(processes)
-    return plan_memory(
-        max_memory, threads, smallest=LARGEST_BLOCK_NBYTES, processes=processes
-    ).threads
+    budget = plan_memory(
+        max_memory, threads, min_block_nbytes=MAX_BLOCK_NBYTES, processes=processes
+    )
+    return budget.threads

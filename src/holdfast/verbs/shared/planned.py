@@ -101,7 +101,7 @@ class Writing(Value, frozen=True, kw_only=True):
         if self.max_memory is None:
             return None
         return plan_memory(
-            self.max_memory, self.threads, requests=self.requests, processes=self.processes
+            self.max_memory, self.threads, request_count=self.requests, processes=self.processes
         )
 
     @property
