@@ -1,16 +1,18 @@
-"""JSON that every reader understands alike. Headers, index files and sharding notes pass through here and nowhere else.
+"""Parses JSON that all programs understand in the same way. All headers and indexes pass through here.
 
-Python's `json` is generous: it keeps the last of two equal keys, takes `NaN`, `1e999` and lone surrogates, and
-recurses as deep as the text does. Here each of these is a refusal that points at its place in the document (`at
-$.weight_map["a b"]`).
+Python's `json` is lenient: it keeps the last of two equal keys, accepts `NaN`, `1e999` and lone
+surrogates, and recurses as deeply as the text does. `parse` refuses each of these, and its error
+has a pointer to the place in the document (`at $.weight_map["a b"]`).
 
-1. The bytes are decoded as UTF-8, strictly.
-2. Brackets outside of strings are counted on the bytes, before anything recurses or is allocated: too deep, or more
-   of them than a header, an index or a sharding note of that length could have, and the document is refused.
-3. What msgspec reads and writes again to the same bytes, but for spaces, has no double key, no odd number and no odd escape: it is
-   read, ten times as fast as by the next step. So are most documents that programs write, ours among them.
-4. `json` parses all others. What it would accept and we do not becomes a `Flaw` in the place of the value.
-5. Only where a flaw can be in there, the document is walked (without recursion) to find and report the first one.
+1. Brackets outside of strings are counted on the bytes, before anything recurses or is allocated. A
+   document is refused if it nests too deeply, or if it has more containers than a real header or
+   index of its length could have.
+2. msgspec parses the document and writes it again. If the result has the same bytes, except for
+   spaces, the document cannot contain an equal key, an odd number or an odd escape. Most documents
+   that programs write end here, 10 times as fast as in the next step.
+3. `json` parses all others. Where it would accept a value that other programs understand
+   differently, hooks put a `Flaw` in place of the value.
+4. If there may be a flaw, the document is searched (without recursion) for the first one.
 """
 
 from __future__ import annotations
@@ -28,93 +30,163 @@ from holdfast.core.limits import Limits
 from holdfast.core.value import Value, replace
 from holdfast.errors import HeaderError, LimitExceeded
 
-BLOCK_NBYTES = (
-    1 << 18
-)  # Bytes that the depth count looks at in one go: its masks stay in the cache, whatever the document's size.
+BLOCK_NBYTES = 1 << 18
+"""The bytes whose brackets are counted at a time, so that masks of them stay in the cache."""
 
 CONTAINER_NBYTES = 10
-"""Fewest bytes of text for each list or object. The densest that is honest is a sharding note, with 13 for each
-(`"w":{"saved_offsets":[0]},`); `[],[],[],…` has 3, and would take 27 times its length in memory."""
+"""The least bytes of text for each list or object. In real files, the densest are the notes on
+sharding with 13 bytes for each (`"w":{"saved_offsets":[0]},`). A hostile `[],[],[],…` has 3, and
+would take 27 times its length in memory."""
 
-FREE_CONTAINERS = 1000  # Lists and objects that a document may have however short it is.
-NO_BRACKETS = bytes(
-    sorted({*range(256)} - {*b'[]{}"'})
-)  # What neither opens nor closes a list, an object or a text.
+FREE_CONTAINERS = 1000
+"""The lists and objects that any document may have, however short it is."""
 
-FREE_BRACKETS = (
-    64  # So few brackets can neither nest too deeply nor be too many: they are not looked at.
-)
-SPACES = b" \t\n\r"  # What may stand between values. Inside of texts it is deleted in both documents that are compared.
-INTEGER_DIGITS = 20  # Digits (and sign) of the longest 64-bit integer. Longer ones take quadratic time to parse and fit no tensor.
-ANY_DIGIT = bytes.maketrans(b"123456789", b"000000000")
+FREE_BRACKETS = 64
+"""With at most this many opening brackets, a document can neither nest too deeply nor have too many
+containers, so its brackets are not examined."""
 
-LONG_NUMBER = b"0" * INTEGER_DIGITS  # Digits, by `ANY_DIGIT`, that may be those of a longer one.
-SHOWN = 80
+NOT_STRUCTURAL = bytes(sorted({*range(256)} - {*b'[]{}"'}))
+"""All bytes that do not open or close a list, an object or a string."""
 
-PLAIN_STEP = re.compile(
-    r"[A-Za-z0-9_./:\-]{1,200}\Z"
-)  # Keys that can stand in a pointer as they are; all others are quoted.
+SPACES = b" \t\n\r"
+"""The bytes that may stand between values. They are removed from two documents that are compared.
+This also removes spaces inside of strings, but from both."""
 
-Steps = (
-    tuple["Steps", str | int] | None
-)  # The way to a value, innermost step last, as a linked list.
+MAX_INTEGER_LENGTH = 20
+"""The digits and the sign of the longest 64-bit integer. Converting a longer one takes quadratic
+time, and no tensor needs one."""
+
+DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
+
+LONG_NUMBER = b"0" * MAX_INTEGER_LENGTH
+"""After `DIGITS_TO_ZERO`, a document with an integer that is too long contains these bytes."""
+
+MAX_QUOTED_LENGTH = 80
+
+PLAIN_KEY = re.compile(r"[A-Za-z0-9_./:\-]{1,200}\Z")
+"""Keys that appear in a pointer without quotes."""
+
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair. A complete pair becomes one character when a document is parsed."""
+
+SURROGATE_ESCAPE = re.compile(rb"\\u[dD]")
+
+INVALID_UNICODE = "a name with half of a surrogate pair, which is not valid Unicode"
+
+KeyPath = tuple["KeyPath", str | int] | None
+"""The keys and indices from the root of a document to a value: those of the parent, and the last
+one. None is the root. As a linked list, siblings share the path of their parent."""
 
 
 class Flaw(Value, frozen=True):
-    """What stands in a parsed document where a value was that readers disagree about."""
+    """Takes the place of a value in a parsed document that programs understand in different ways."""
 
     reason: str
 
 
 def parse(raw: bytes, limits: Limits, *, file: str | None = None, start: int = 0) -> object:
-    """The value of a JSON document: dicts, lists, text, ints, finite floats, bools, None. `file` and `start` (the byte of the file
-    where the document begins) go into errors. Raises `HeaderError`, or `LimitExceeded` where it nests deeper than
-    `limits.depth`."""
-    _check_paid(_count_brackets(raw, limits.depth, file, start=start), len(raw), file, start=start)
+    """Parse a JSON document.
+
+    Args:
+        raw: The document.
+        limits: How deeply it may nest.
+        file: The name of its file, for errors.
+        start: The offset of the document in its file, for errors.
+
+    Returns:
+        The value: dicts, lists, texts, integers, finite floats, booleans and None.
+
+    Raises:
+        HeaderError: It is not JSON, or programs would understand it in different ways.
+        LimitExceeded: It nests more deeply than `limits.depth`.
+    """
+    count = _count_containers(raw, limits.depth, file, start)
+    _check_container_count(count, len(raw), file, start)
     return _parse(raw, file, start)
 
 
-def parse_values(parts: Mapping[str, bytes], limits: Limits, *, nbytes: int) -> dict[str, object]:
-    """Some values out of a document of `nbytes` bytes, as `parse` would give them. Their lists and objects are paid for together,
-    by the length of the whole document: it is the whole that its writer pays for."""
-    count = sum(_count_brackets(raw, limits.depth, None, start=0) for raw in parts.values())
-    _check_paid(count, nbytes, None, start=0)
-    return {name: _parse(raw, None, 0) for name, raw in parts.items()}
+def parse_values(
+    raw_values: Mapping[str, bytes], limits: Limits, *, nbytes: int
+) -> dict[str, object]:
+    """Parse some values of a document, as `parse` would parse them in the whole document.
 
+    Args:
+        raw_values: The text of each value, by any name.
+        limits: How deeply each value may nest.
+        nbytes: The size of the whole document, which limits the number of lists and objects in all
+            values together.
 
-def required_nbytes(raw: bytes, more: int = 0) -> int:
-    """How long a document has to be, so that its lists and objects, and so many more, are not too many for its length."""
-    containers = raw.count(b"[") + raw.count(b"{") + more
-    return max(len(raw), (containers - FREE_CONTAINERS) * CONTAINER_NBYTES)
+    Returns:
+        The values by their names.
 
-
-def format_pointer(*steps: str | int) -> str:
-    """A place in a document, for messages.
-
-    >>> format_pointer("model.w", "shape", 1)
-    '$.model.w.shape[1]'
-    >>> format_pointer("a b", "dtype")
-    '$["a b"].dtype'
+    Raises:
+        HeaderError: As for `parse`.
+        LimitExceeded: As for `parse`.
     """
-    shown = ["$"]
-    for step in steps:
-        if isinstance(step, int):
-            shown.append(f"[{step}]")
+    count = 0
+    for raw in raw_values.values():
+        count += _count_containers(raw, limits.depth, None, 0)
+    _check_container_count(count, nbytes, None, 0)
+    return {name: _parse(raw, None, 0) for name, raw in raw_values.items()}
+
+
+def required_nbytes(raw: bytes, more_containers: int = 0) -> int:
+    """Return how large a document must be so that `parse` accepts its number of containers.
+
+    Writers append spaces to a document up to this size.
+
+    Args:
+        raw: The document. Brackets inside of strings are counted as well.
+        more_containers: Lists and objects that will be added to it.
+    """
+    container_count = raw.count(b"[") + raw.count(b"{") + more_containers
+    return max(len(raw), (container_count - FREE_CONTAINERS) * CONTAINER_NBYTES)
+
+
+def format_pointer(*keys: str | int) -> str:
+    """Return the place of a value in a document as text, for messages.
+
+    Args:
+        keys: The keys and indices from the root to the value.
+
+    >>> format_pointer("model.w", "shape", 1), format_pointer("a b", "dtype")
+    ('$.model.w.shape[1]', '$["a b"].dtype')
+    """
+    texts = ["$"]
+    for key in keys:
+        if isinstance(key, int):
+            texts.append(f"[{key}]")
+        elif PLAIN_KEY.match(key):
+            texts.append(f".{key}")
         else:
-            shown.append(f".{step}" if PLAIN_STEP.match(step) else f"[{quote(step)}]")
-    return "".join(shown)
+            texts.append(f"[{quote(key)}]")
+    return "".join(texts)
 
 
 def quote(text: str) -> str:
-    """A text from a file, in quotes, escaped and cut so that it can be shown anywhere."""
-    return json.dumps(text if len(text) <= SHOWN else text[:SHOWN] + "…")
+    """Return a text from a file in quotes, escaped and shortened, so that it is safe to show.
+
+    >>> quote('a"b')
+    '"a\\\\"b"'
+    """
+    if len(text) > MAX_QUOTED_LENGTH:
+        text = text[:MAX_QUOTED_LENGTH] + "…"
+    return json.dumps(text)
 
 
 def describe_json(value: object) -> str:
-    """What a parsed value is, in words, with the value where it is short."""
+    """Return what a parsed value is, for messages. Numbers and short texts are included.
+
+    >>> describe_json([1, 2]), describe_json("F32"), describe_json(None)
+    ('a list of 2', 'the text "F32"', 'null')
+    """
     match value:
-        case bool() | None:
-            return {True: "true", False: "false", None: "null"}[value]
+        case None:
+            return "null"
+        case True:
+            return "true"
+        case False:
+            return "false"
         case int() | float():
             return f"the number {value}"
         case str():
@@ -128,157 +200,190 @@ def describe_json(value: object) -> str:
 
 
 def _parse(raw: bytes, file: str | None, start: int) -> object:
+    """Parse a document whose brackets were counted. Steps 2 to 4 of the module's docstring."""
     try:
-        if LONG_NUMBER not in raw.translate(ANY_DIGIT):
-            proven: object = msgspec.json.decode(raw)
-            if msgspec.json.encode(proven).translate(None, SPACES) == raw.translate(None, SPACES):
-                return proven
+        if LONG_NUMBER not in raw.translate(DIGITS_TO_ZERO):
+            value: object = msgspec.json.decode(raw)
+            written = msgspec.json.encode(value)
+            if written.translate(None, SPACES) == raw.translate(None, SPACES):
+                return value
     except (ValueError, RecursionError, msgspec.MsgspecError):
+        # The slow parser has better error messages.
         pass
     return _parse_slowly(raw, file, start)
 
 
 def _parse_slowly(raw: bytes, file: str | None, start: int) -> object:
+    """Parse any document, and raise an error with the place of the first flaw."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise HeaderError(
-            f"not UTF-8: {error.reason}", file=file, offset=start + error.start
-        ) from None
-    flaws: list[Flaw] = []
+        offset = start + error.start
+        raise HeaderError(f"not UTF-8: {error.reason}", file=file, offset=offset) from None
 
-    def flaw(reason: str) -> Flaw:
-        flaws.append(Flaw(reason))
-        return flaws[-1]
-
-    def make_object(pairs: list[tuple[str, object]]) -> object:
-        made = dict(pairs)
-        return (
-            made
-            if len(made) == len(pairs)
-            else flaw(f"the key {quote(_first_double(pairs))} occurs twice")
-        )
-
-    def make_int(digits: str) -> object:
-        if len(digits) > INTEGER_DIGITS:
-            return flaw(f"an integer of {len(digits):,} digits")
-        # The safetensors library reads -0 as a float, Python as an integer.
-        return flaw("-0 is not an integer to every reader") if digits == "-0" else int(digits)
-
-    def make_float(digits: str) -> object:
-        value = float(digits)
-        return value if math.isfinite(value) else flaw("a number that no float can hold")
-
-    def make_constant(word: str) -> object:
-        return flaw(f"{word} is not JSON")
-
+    hooks = _DecoderHooks()
     decoder = json.JSONDecoder(
-        object_pairs_hook=make_object,
-        parse_int=make_int,
-        parse_float=make_float,
-        parse_constant=make_constant,
+        object_pairs_hook=hooks.make_object,
+        parse_int=hooks.make_int,
+        parse_float=hooks.make_float,
+        parse_constant=hooks.make_constant,
     )
     try:
         document = decoder.decode(text)
     except json.JSONDecodeError as error:
-        place = start + len(text[: error.pos].encode())
-        raise HeaderError(f"not JSON: {error.msg}", file=file, offset=place) from None
+        offset = start + len(text[: error.pos].encode())
+        raise HeaderError(f"not JSON: {error.msg}", file=file, offset=offset) from None
     except RecursionError:
-        # A caller may have raised `limits.depth` above what the interpreter has left.
+        # A caller may have set `limits.depth` above what the call stack allows.
         raise LimitExceeded(
             "the JSON document nests too deeply to be parsed", file=file, offset=start
         ) from None
-    if flaws or re.search(rb"\\u[dD]", raw):
-        _report_flaw(document, file, start)
+
+    if hooks.has_flaws or SURROGATE_ESCAPE.search(raw):
+        _raise_first_flaw(document, file, start)
     return document
 
 
-def _first_double(pairs: list[tuple[str, object]]) -> str:
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            return key
-        seen.add(key)
-    return ""
+class _DecoderHooks:
+    """Hooks for Python's JSON decoder. Each returns a value, or a `Flaw` in its place.
+
+    They do not raise errors, because they do not know the place of the value in the document.
+    """
+
+    def __init__(self) -> None:
+        self.has_flaws = False
+
+    def _make_flaw(self, reason: str) -> Flaw:
+        self.has_flaws = True
+        return Flaw(reason)
+
+    def make_object(self, pairs: list[tuple[str, object]]) -> object:
+        fields = dict(pairs)
+        if len(fields) == len(pairs):
+            return fields
+        keys: set[str] = set()
+        for key, _ in pairs:
+            if key in keys:
+                break
+            keys.add(key)
+        return self._make_flaw(f"the key {quote(key)} occurs twice")
+
+    def make_int(self, digits: str) -> object:
+        if len(digits) > MAX_INTEGER_LENGTH:
+            return self._make_flaw(f"an integer of {len(digits):,} digits")
+        if digits == "-0":
+            # The safetensors library reads it as a float, Python as an integer.
+            return self._make_flaw("-0 is not an integer to every reader")
+        return int(digits)
+
+    def make_float(self, digits: str) -> object:
+        number = float(digits)
+        if not math.isfinite(number):
+            return self._make_flaw("a number that is too large for a float")
+        return number
+
+    def make_constant(self, word: str) -> object:
+        return self._make_flaw(f"{word} is not JSON")
 
 
-def _check_paid(count: int, nbytes: int, file: str | None, *, start: int) -> None:
+def _check_container_count(count: int, nbytes: int, file: str | None, start: int) -> None:
+    """Raise an error if a document has so many lists and objects that it must be an attack."""
     if count > FREE_CONTAINERS + nbytes // CONTAINER_NBYTES:
         raise HeaderError(
-            f"{count:,} lists and objects in {nbytes:,} bytes describe no tensors",
+            f"{count:,} lists and objects in {nbytes:,} bytes are more than a description of "
+            "tensors needs",
             file=file,
             offset=start,
         )
 
 
-def _count_brackets(raw: bytes, limit: int, file: str | None, *, start: int) -> int:
-    """The lists and objects in a text; refuses one whose brackets, outside of strings, nest deeper than `limit`. Exact up to the
-    first syntax error, and beyond that the parser does not get. Escaped backslashes and then escaped quotes are taken out first;
-    after that every quote opens or closes a string, and nothing else counts. Blocks carry three numbers: the containers and the
-    depth so far, and whether the last block ended inside a string."""
-    most = raw.count(b"[") + raw.count(b"{")
-    if most <= min(limit, FREE_BRACKETS):
-        return most
-    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in raw else raw
-    plain = plain.translate(None, NO_BRACKETS)
-    count, depth, inside = 0, 0, False
-    for begin in range(0, len(plain), BLOCK_NBYTES):
-        block = np.frombuffer(plain, np.uint8, min(BLOCK_NBYTES, len(plain) - begin), begin)
-        in_string = np.logical_xor.accumulate(block == ord('"')) ^ inside
-        opening = ((block == ord("{")) | (block == ord("["))) & ~in_string
-        closing = ((block == ord("}")) | (block == ord("]"))) & ~in_string
-        steps = opening.astype(np.int8) - closing
-        levels = np.cumsum(steps, dtype=np.int32)
-        if depth + int(levels.max()) > limit:
-            message = f"the JSON document nests deeper than Limits(depth={limit})"
-            raise LimitExceeded(message, file=file, offset=start, expected=limit)
-        count += int(np.count_nonzero(opening))
-        depth, inside = depth + int(levels[-1]), bool(in_string[-1])
+def _count_containers(raw: bytes, max_depth: int, file: str | None, start: int) -> int:
+    """Return the number of lists and objects in a document, without parsing it.
+
+    Brackets inside of strings are not counted. The count is exact up to the first syntax error,
+    where the parser will stop as well.
+
+    Raises:
+        LimitExceeded: The containers nest more deeply than `max_depth`.
+    """
+    bracket_count = raw.count(b"[") + raw.count(b"{")
+    if bracket_count <= min(max_depth, FREE_BRACKETS):
+        return bracket_count
+
+    # Without escaped backslashes and then without escaped quotes, every quote opens or closes a
+    # string.
+    unescaped = raw
+    if b"\\" in raw:
+        unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    structure = np.frombuffer(unescaped.translate(None, NOT_STRUCTURAL), np.uint8)
+
+    # A block needs three results of those before it: the number of containers, the depth, and
+    # whether the last of them ended inside of a string.
+    count = 0
+    depth = 0
+    ends_in_string = False
+    for block_start in range(0, len(structure), BLOCK_NBYTES):
+        block = structure[block_start : block_start + BLOCK_NBYTES]
+        is_in_string = np.logical_xor.accumulate(block == ord('"')) ^ ends_in_string
+        is_opening = ((block == ord("{")) | (block == ord("["))) & ~is_in_string
+        is_closing = ((block == ord("}")) | (block == ord("]"))) & ~is_in_string
+        depth_changes = is_opening.astype(np.int8) - is_closing
+        relative_depths = np.cumsum(depth_changes, dtype=np.int32)
+        if depth + int(relative_depths.max()) > max_depth:
+            raise LimitExceeded(
+                f"the JSON document nests deeper than Limits(depth={max_depth})",
+                file=file,
+                offset=start,
+                expected=max_depth,
+            )
+        count += int(np.count_nonzero(is_opening))
+        depth += int(relative_depths[-1])
+        ends_in_string = bool(is_in_string[-1])
     return count
 
 
-def _report_flaw(document: object, file: str | None, start: int) -> None:
-    """Raise for the first `Flaw` or lone surrogate in the order of the document; return where there is none."""
-    waiting: list[tuple[Steps, object]] = [(None, document)]
-    while waiting:
-        path, value = waiting.pop()
-        reason = None
-        match value:
-            case Flaw():
-                reason = value.reason
-            case str() if LONE_SURROGATE.search(value):
-                reason = "half of a surrogate pair"
-            case list():
-                waiting += [((path, i), value[i]) for i in reversed(range(len(value)))]
-            case dict():
-                reason = (
-                    "a key with half of a surrogate pair"
-                    if any(map(LONE_SURROGATE.search, value))
-                    else None
-                )
-                waiting += [((path, key), value[key]) for key in reversed(value)]
+def _raise_first_flaw(document: object, file: str | None, start: int) -> None:
+    """Raise an error for the first flaw or lone surrogate in a document. Return if there is none.
+
+    This is a depth-first search in the order of the document, without recursion.
+    """
+    pending: list[tuple[KeyPath, object]] = [(None, document)]
+    while pending:
+        path, value = pending.pop()
+        reason = _find_flaw(value)
         if reason is not None:
-            raise HeaderError(
-                f"at {format_pointer(*_steps(path))}: {reason}", file=file, offset=start
-            )
+            pointer = format_pointer(*_list_keys(path))
+            raise HeaderError(f"at {pointer}: {reason}", file=file, offset=start)
+
+        # The last item of the list is the next one to be examined.
+        if isinstance(value, list):
+            pending += [((path, index), value[index]) for index in reversed(range(len(value)))]
+        elif isinstance(value, dict):
+            pending += [((path, key), value[key]) for key in reversed(value)]
 
 
-def _steps(path: Steps) -> list[str | int]:
-    steps: list[str | int] = []
+def _find_flaw(value: object) -> str | None:
+    """Return what is wrong with a value itself, or None. Its items are not examined."""
+    if isinstance(value, Flaw):
+        return value.reason
+    if isinstance(value, str) and SURROGATE.search(value):
+        return "half of a surrogate pair"
+    if isinstance(value, dict) and any(map(SURROGATE.search, value)):
+        return "a key with half of a surrogate pair"
+    return None
+
+
+def _list_keys(path: KeyPath) -> list[str | int]:
+    """Return the keys of a path, starting at the root."""
+    keys: list[str | int] = []
     while path is not None:
-        path, step = path
-        steps.append(step)
-    return steps[::-1]
-
-
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-INVALID_UNICODE = "a name with half of a surrogate pair, which is no Unicode"
+        path, key = path
+        keys.append(key)
+    return keys[::-1]
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be written as UTF-8. Half of a surrogate pair cannot."""
+    """Return whether a text can be written as UTF-8. Half of a surrogate pair cannot."""
     if text.isascii():
         return True
     try:
@@ -289,15 +394,24 @@ def is_unicode(text: str) -> bool:
 
 
 def encode_keys(names: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Names as the keys of a JSON object: what stands before and behind each, and the texts. Nearly always that is a quote and the
-    names themselves; where one is odd, nothing, and each with its quotes and escapes."""
-    every = "".join(names)
-    if every.isascii() and len(msgspec.json.encode(every)) == len(every) + 2:
+    """Encode many names as keys of a JSON object.
+
+    Returns:
+        The text to put before and after each key, and the keys. Nearly always this is a quotation
+        mark and the names themselves. If a name needs an escape, it is an empty text and the keys
+        in quotes.
+    """
+    joined_names = "".join(names)
+    encoded_names = msgspec.json.encode(joined_names)
+    if joined_names.isascii() and len(encoded_names) == len(joined_names) + 2:
         return '"', names
     return "", [msgspec.json.encode(name).decode() for name in names]
 
 
 @lru_cache(16)
 def json_limits(limits: Limits) -> Limits:
-    """The limits for the JSON text of a tree of `limits.depth` levels: a level takes up to three brackets."""
+    """Return the limits for the JSON text of a tree that nests up to `limits.depth`.
+
+    A level of a tree takes up to three brackets, and the document around it some more.
+    """
     return replace(limits, depth=4 * limits.depth + 16)

@@ -151,7 +151,7 @@ HEADER_CASES = {
     ),
     "shape infinite": (
         with_field("shape", "[1e999]"),
-        "at $.w.shape[0]: a number that no float can hold",
+        "at $.w.shape[0]: a number that is too large for a float",
     ),
     "shape negative": (with_field("shape", "[-4]"), "at $.w.shape[0]: -4 is no length"),
     "shape twice negative": (with_field("shape", "[-2,-2]"), "at $.w.shape[0]: -2 is no length"),
