@@ -39,7 +39,14 @@ from benchmarks.probe import status
 from benchmarks.report import machine
 from holdfast.core.arrays import Ints
 from holdfast.core.documents import message_type, read_document, write_document
-from holdfast.core.group import MARK_NBYTES, UNCHANGED, Decide, Ranks, assign_evenly, divide_work
+from holdfast.core.group import (
+    MARK_NBYTES,
+    UNCHANGED,
+    DecideFunction,
+    Ranks,
+    assign_evenly,
+    divide_work,
+)
 from holdfast.engine.saves import FilePlan, Gathered
 from holdfast.engine.stream import write_stream
 from holdfast.engine.targets.parts import RECEIPT, PartReceipt
@@ -194,7 +201,11 @@ class Many(Ranks):
         self.size, self.told, self.answers = len(told), told, list[bytes]()
 
     def agree(
-        self, local: bytes | BaseException, decide: Decide, *, otherwise: str = UNCHANGED
+        self,
+        local: bytes | BaseException,
+        decide: DecideFunction,
+        *,
+        failure_summary: str = UNCHANGED,
     ) -> bytes:
         self.answers = decide(self.told)
         return self.answers[0]

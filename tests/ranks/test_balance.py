@@ -19,7 +19,7 @@ LOADS = st.lists(st.integers(0, 5000), min_size=1, max_size=9)
 @given(SIZES, LOADS)
 def test_a_class_ends_at_its_mean_and_one_box(largest, sizes, loads):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "LARGEST", largest)
+        patch.setattr(group, "GREEDY_PIECES_PER_RANK", largest)
         picks = assign_evenly(np.array(sizes), np.array(loads))
     after = np.array(loads)
     np.add.at(after, picks, sizes)
@@ -31,7 +31,7 @@ def test_a_class_ends_at_its_mean_and_one_box(largest, sizes, loads):
 
 def test_most_holders_get_neighbours():
     picks = assign_evenly(np.full(1000, 64), np.zeros(4, np.int64))
-    assert np.count_nonzero(np.diff(picks)) < 4 * 2 * group.LARGEST
+    assert np.count_nonzero(np.diff(picks)) < 4 * 2 * group.GREEDY_PIECES_PER_RANK
 
 
 @st.composite

@@ -1,18 +1,19 @@
-"""`Group`: the ranks that act together. `Ranks`: one thing that all of them do, from its beginning to its end.
+"""`Group` and `Ranks`: how the ranks of a group carry out an operation together.
 
     rank 1 ──┐
-    rank 2 ──┼──► what each has goes to the first rank, which decides, and answers each                 `agree`
+    rank 2 ──┼──► messages of all ranks to the first rank, which decides and answers each
     rank 0 ──┘
 
-1. A step is a gather to the first rank and an answer to each. The messages are bytes; nothing is pickled.
-2. An exception on any rank comes out of every rank as the same `RanksFailed`. A rank that is gone is a `RankLost` on all others.
-   A group of one process raises the exception itself.
-3. Work that all ranks know, in numbered pieces, is dealt by bytes (`assign_evenly`), the least of it to the
-first rank; each does its own,
-   and all get all results, in order (`divide_work`). So any number of ranks finds the same as one.
+1. An operation consists of phases (`Ranks.agree`). In each, all ranks send a message to the first
+   rank, which is rank 0, and receive an answer. Messages are bytes. Nothing is pickled.
+2. If a rank raises an exception, every rank raises the same `RanksFailed`. If a rank no longer
+   responds, all others raise `RankLost`.
+3. Work that all ranks know is divided into pieces of similar size (`assign_evenly`). Each rank does
+   its pieces, and every rank receives all results in order (`divide_work`). So the result does not
+   depend on the number of ranks.
 
-One process is a group of one (`ALONE`): a step is a function call, and errors are what they are. Processes of `torch.distributed`
-are made a group by `holdfast.torch.group`.
+A single process is a group of one rank (`ALONE`). Then a phase is a function call, and exceptions
+are not changed. `holdfast.torch.group` makes a group of processes of `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -43,58 +44,105 @@ if TYPE_CHECKING:
 
     from holdfast.core.options import Progress
 
-T = TypeVar("T")
+ResultT = TypeVar("ResultT")
 
 UNCHANGED = "nothing was published or changed"
+"""What a failure means in most phases."""
 
-CAUSES, STRETCHES = 16, 6
-"""Causes that a message lists (all of them are in the error's `causes`), and stretches of successive ranks."""
+MAX_LISTED_CAUSES = 16
+"""The most causes that a message lists. The error has all of them in `causes`."""
 
-LARGEST = 4
-"""Pieces for each holder that are dealt one by one. The rest is then small beside what is there, and the Python loop short."""
+MAX_LISTED_RUNS = 6
+"""The most runs of successive ranks that a message lists."""
 
-Decide = Callable[
-    [list[bytes]], list[bytes]
-]  # On the first rank: from the messages of all to an answer for each.
+GREEDY_PIECES_PER_RANK = 4
+"""How many pieces for each rank `assign_evenly` assigns one by one, the largest ones. All others
+together are then small, so they can be assigned at once, without a Python loop."""
+
+DecideFunction = Callable[[list[bytes]], list[bytes]]
+"""Called on the first rank with the messages of all ranks. Returns the answer to each of them."""
 
 
 @runtime_checkable
 class Group(Protocol):
-    """The ranks that act together, as one of them sees it. `holdfast.torch.group()` makes one of `torch.distributed`."""
+    """The ranks that act together, as one of them sees it.
+
+    `holdfast.torch.group()` makes one of processes of `torch.distributed`.
+    """
 
     @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
+    def rank(self) -> int:
+        """The number of this process in the group, from 0."""
 
-    def begin(self, doing: str) -> Ranks:
-        """Begin something that every rank of the group begins now. `doing` is the same on all."""
+    @property
+    def size(self) -> int:
+        """The number of processes in the group."""
+
+    def begin(self, operation: str, /) -> Ranks:
+        """Begin an operation, which every rank of the group begins now.
+
+        Args:
+            operation: What the ranks do, such as `verify`. It must be the same on all ranks.
+
+        Returns:
+            The connection of this rank to the others during the operation.
+        """
 
 
 AnyGroup: TypeAlias = "Group | ProcessGroup"
 
 
-def begin(group: AnyGroup | None, doing: str) -> Ranks:
-    """Begin something with the ranks of a group, of torch's as well; alone where there is none."""
+def begin(group: AnyGroup | None, operation: str) -> Ranks:
+    """Begin an operation with the ranks of a group, or alone.
+
+    Args:
+        group: A group of Holdfast or of torch. None for this process alone.
+        operation: What the ranks do. It must be the same on all of them.
+    """
     if group is None:
         return ALONE
     if not isinstance(group, Group):
         group = cast("Group", find_hook("group_of")(group))
-    # A process alone raises its own errors: there is no other rank that must hear of them.
-    return ALONE if group.size == 1 else group.begin(doing)
+    if group.size == 1:
+        # There are no other ranks that must learn of errors, so these are raised as they are.
+        return ALONE
+    return group.begin(operation)
 
 
 class Ranks:
-    """One thing that the ranks of a group do. This one is a process alone."""
+    """The connection of a rank to the others during one operation. This class is for one process.
 
-    rank, size = 0, 1
+    `SeveralRanks` is for groups.
+    """
+
+    rank = 0
+    size = 1
     is_first = True
+    """Whether this is the first rank, which decides."""
 
     def agree(
-        self, local: bytes | BaseException, decide: Decide, *, failure_summary: str = UNCHANGED
+        self,
+        local: bytes | BaseException,
+        decide: DecideFunction,
+        *,
+        failure_summary: str = UNCHANGED,
     ) -> bytes:
-        """One step of everybody: what each rank has goes to the first one, whose decision, one a rank, goes to all. What fails on
-        one rank fails on all; the message begins with what that means (`failure_summary`)."""
+        """Carry out one phase: send a message to the first rank, and return its answer.
+
+        Every rank of the group must call this. If one of them fails, all raise an error.
+
+        Args:
+            local: The message of this rank, or the exception that it raised instead.
+            decide: Called on the first rank with the messages of all ranks, in order. Returns the
+                answer to each.
+            failure_summary: What a failure means for the user. The error message starts with it.
+
+        Raises:
+            RanksFailed: A rank failed. A process alone raises its own exception instead.
+            RankLost: A rank no longer responds.
+            DurabilityUncertain: `decide` raised it: something was published, but may be lost if
+                the machine crashes now.
+        """
         try:
             if isinstance(local, BaseException):
                 raise local
@@ -105,28 +153,34 @@ class Ranks:
             raise
 
     def count_local_ranks(self) -> int:
-        """How many of the ranks share this machine, of those that have come so far."""
+        """Return how many ranks are on this machine, of those that have begun the operation."""
         return 1
 
     def has_several_machines(self) -> bool:
-        """Whether the ranks are on several machines. Known when all have come: after a step."""
+        """Return whether the ranks are on several machines. Only correct after a phase."""
         return False
 
     def joint_progress(self, progress: Progress | None) -> AbstractContextManager[Progress | None]:
-        """On the first rank, `progress` hears of what all ranks do; on the others of nothing."""
+        """Return a context whose value adds up the progress of all ranks.
+
+        Args:
+            progress: Called on the first rank with the progress of all ranks. It is not called on
+                the others.
+        """
         return nullcontext(progress)
 
     def close(self) -> None:
-        """The end of it. The first rank stays until the others have their answers."""
+        """End the operation. The first rank waits until the others have read their answers."""
 
 
 ALONE = Ranks()
+"""The ranks of an operation that one process carries out."""
 
 
 class RankMessage(msgspec.Struct):
     """What a rank sends to the first rank: its document, or its error."""
 
-    doing: str
+    operation: str
     """What the rank does. It must be the same on all ranks."""
     content: bytes = b""
     cause: str = ""
@@ -139,18 +193,19 @@ class RankMessage(msgspec.Struct):
     """The code of an `OSError`."""
 
     @classmethod
-    def from_error(cls, doing: str, error: BaseException) -> RankMessage:
+    def from_error(cls, operation: str, error: BaseException) -> RankMessage:
         """Make the message of a rank that failed."""
-        return cls(
-            doing,
-            cause=f"{type(error).__name__}: {error}",
-            problems=list(error.problems) if isinstance(error, CannotHold) else None,
-            missing_path=error.filename or "" if isinstance(error, NoSuchPath) else None,
-            errno=error.errno if isinstance(error, OSError) else None,
-        )
+        message = cls(operation, cause=f"{type(error).__name__}: {error}")
+        if isinstance(error, CannotHold):
+            message.problems = list(error.problems)
+        if isinstance(error, NoSuchPath):
+            message.missing_path = error.filename or ""
+        if isinstance(error, OSError):
+            message.errno = error.errno
+        return message
 
 
-class FailedStep(msgspec.Struct):
+class FailedPhase(msgspec.Struct):
     """The first rank's answer to all if a rank failed."""
 
     causes: dict[int, str]
@@ -160,101 +215,143 @@ class FailedStep(msgspec.Struct):
     missing_path: str | None = None
     """The path, if no rank found anything there."""
     errno: int | None = None
-    """The code of all errors. A code that only some of them have says nothing about the step."""
+    """The code of all errors. A code that only some of them have says nothing about the phase."""
 
     def make_error(self, failure_summary: str) -> RanksFailed:
         """Make the error that every rank raises."""
-        message = f"{failure_summary}: {_causes(self.causes)}"
+        message = f"{failure_summary}: {_format_causes(self.causes)}"
         if self.missing_path is not None:
             return RanksFoundNothing(message, self.missing_path, causes=self.causes)
         if self.problems is not None:
             return RanksRefused(message, self.problems, causes=self.causes)
-        failure = RanksFailed(message, causes=self.causes)
-        failure.errno = self.errno
-        return failure
+        error = RanksFailed(message, causes=self.causes)
+        error.errno = self.errno
+        return error
 
 
 RANK_MESSAGE = message_type("message of a rank", RankMessage)
-FAILED_STEP = message_type("list of causes", FailedStep)
+FAILED_PHASE = message_type("list of causes", FailedPhase)
 
-DECIDED, UNCERTAIN, FAILED = b"+", b"?", b"-"
-"""First byte of an answer: before the decision, the text of a `DurabilityUncertain`, or a `FailedStep`."""
+DECIDED = b"+"
+"""The first byte of an answer that is followed by what was decided."""
+
+UNCERTAIN = b"?"
+"""The first byte of an answer that is followed by the text of a `DurabilityUncertain`."""
+
+FAILED = b"-"
+"""The first byte of an answer that is followed by a `FailedPhase`."""
 
 
 class SeveralRanks(Ranks):
-    """Ranks that send messages to each other. How they travel is said by whoever derives from this."""
+    """Ranks that send messages to each other. Subclasses define how messages travel."""
 
-    def __init__(self, rank: int, size: int, doing: str) -> None:
-        self.rank, self.size, self.is_first = rank, size, rank == 0
-        self._doing = doing
+    def __init__(self, rank: int, size: int, operation: str) -> None:
+        self.rank = rank
+        self.size = size
+        self.is_first = rank == 0
+        self._operation = operation
 
     def _gather(self, message: bytes) -> list[bytes] | None:
-        """On the first rank the messages of the others; None on the others. Raises `RankLost` for a rank that is gone."""
+        """Send a message to the first rank. On the first rank, return the messages of the others.
+
+        Returns:
+            The messages of all ranks from 1 on. None on these ranks.
+
+        Raises:
+            RankLost: A rank no longer responds.
+        """
         raise NotImplementedError
 
     def _answer(self, answers: list[bytes] | None) -> bytes:
-        """The answer for this rank; the first rank has all of them."""
+        """Return the answer of the first rank to this rank.
+
+        Args:
+            answers: On the first rank, the answer to each rank, which this method sends. None on
+                all others.
+        """
         raise NotImplementedError
 
     def agree(
-        self, local: bytes | BaseException, decide: Decide, *, failure_summary: str = UNCHANGED
+        self,
+        local: bytes | BaseException,
+        decide: DecideFunction,
+        *,
+        failure_summary: str = UNCHANGED,
     ) -> bytes:
-        """As for one process. A `DurabilityUncertain` of `decide` stays one, on every rank: something was published."""
+        """Carry out one phase with all ranks, as described in `Ranks.agree`."""
+        cause: BaseException | None = None
         if isinstance(local, bytes):
-            cause = None
-            message = RankMessage(self._doing, local)
+            message = RankMessage(self._operation, local)
         else:
             cause = local
-            message = RankMessage.from_error(self._doing, local)
-        try:
-            gathered = self._gather(b"" if self.is_first else write_document(RANK_MESSAGE, message))
-        except RankLost as error:
-            if self.is_first:
-                lost = FailedStep({rank: str(error) for rank in error.ranks})
-                self._answer([FAILED + write_document(FAILED_STEP, lost)] * self.size)
-            raise
+            message = RankMessage.from_error(self._operation, local)
 
+        messages = self._gather_messages(message)
         answers: list[bytes] | None = None
-        if gathered is not None:
-            others = [read_document(RANK_MESSAGE, raw) for raw in gathered]
-            answers, error_of_decision = self._decide([message, *others], decide)
-            cause = error_of_decision or cause
+        if messages is not None:
+            answers, decision_error = self._decide(messages, decide)
+            cause = decision_error or cause
+
         answer = self._answer(answers)
         content = answer[1:]
         if answer.startswith(DECIDED):
             return content
         if answer.startswith(UNCERTAIN):
             raise DurabilityUncertain(content.decode()) from cause
-        raise read_document(FAILED_STEP, content).make_error(failure_summary) from cause
+        raise read_document(FAILED_PHASE, content).make_error(failure_summary) from cause
+
+    def _gather_messages(self, message: RankMessage) -> list[RankMessage] | None:
+        """On the first rank, return the messages of all ranks. On the others, send the message."""
+        if not self.is_first:
+            self._gather(write_document(RANK_MESSAGE, message))
+            return None
+        try:
+            documents = self._gather(b"")
+        except RankLost as error:
+            # The remaining ranks wait for an answer.
+            failure = FailedPhase({rank: str(error) for rank in error.ranks})
+            self._answer([FAILED + write_document(FAILED_PHASE, failure)] * self.size)
+            raise
+        assert documents is not None, "the first rank receives the messages of the others"
+        return [message, *(read_document(RANK_MESSAGE, document) for document in documents)]
 
     def _decide(
-        self, messages: list[RankMessage], decide: Decide
+        self, messages: list[RankMessage], decide: DecideFunction
     ) -> tuple[list[bytes], Exception | None]:
-        """On the first rank: return the answers for all, and the error of the decision."""
-        cause: Exception | None = None
+        """On the first rank, return the answers to all ranks, and the exception of `decide`."""
+        decision_error: Exception | None = None
         failure = self._find_failure(messages)
         if failure is None:
             try:
-                # An answer that several ranks receive is one object, and travels once.
-                answers: dict[bytes, bytes] = {}
                 decisions = decide([message.content for message in messages])
-                return [answers.setdefault(one, DECIDED + one) for one in decisions], None
+                # Equal answers are one object, so that `_answer` can recognize and send it once.
+                answers: dict[bytes, bytes] = {}
+                for decision in decisions:
+                    answers.setdefault(decision, DECIDED + decision)
+                return [answers[decision] for decision in decisions], None
             except DurabilityUncertain as error:
                 text = RankMessage.from_error("", error).cause.encode("utf-8", "replace")
                 return [UNCERTAIN + text] * self.size, error
             except Exception as error:
-                cause = error
-                failed = RankMessage.from_error("", error)
-                failure = FailedStep({0: failed.cause}, failed.problems, errno=failed.errno)
-        return [FAILED + write_document(FAILED_STEP, failure)] * self.size, cause
+                decision_error = error
+                message = RankMessage.from_error("", error)
+                failure = FailedPhase({0: message.cause}, message.problems, errno=message.errno)
+        answer = FAILED + write_document(FAILED_PHASE, failure)
+        return [answer] * self.size, decision_error
 
-    def _find_failure(self, messages: list[RankMessage]) -> FailedStep | None:
-        """Return the errors of all ranks that failed, or do something else than the first rank."""
+    def _find_failure(self, messages: list[RankMessage]) -> FailedPhase | None:
+        """Return the errors of all ranks that failed or do another operation than the first rank.
+
+        Returns:
+            The errors, or None if there is none.
+        """
         causes: dict[int, str] = {}
         missing_paths: list[str] = []
         for rank, message in enumerate(messages):
-            if message.doing != self._doing:
-                causes[rank] = f"it was asked to {message.doing}, and rank 0 to {self._doing}"
+            if message.operation != self._operation:
+                causes[rank] = (
+                    f"it was asked to {message.operation}, and rank 0 to {self._operation}"
+                )
                 continue
             if message.cause:
                 causes[rank] = message.cause
@@ -263,25 +360,29 @@ class SeveralRanks(Ranks):
         if not causes:
             return None
 
-        failed = [messages[rank] for rank in causes]
-        problems: dict[str, None] | None = {}
-        for message in failed:
-            if problems is not None and message.problems is not None:
-                problems |= dict.fromkeys(message.problems)
-            else:
-                problems = None
-        errnos = {message.errno for message in failed}
-        return FailedStep(
-            causes,
-            problems=None if problems is None else list(problems),
-            missing_path=missing_paths[0] if len(missing_paths) == self.size else None,
-            errno=errnos.pop() if len(errnos) == 1 else None,
-        )
+        failure = FailedPhase(causes)
+        failed_messages = [messages[rank] for rank in causes]
+        if all(message.problems is not None for message in failed_messages):
+            problems: dict[str, None] = {}
+            for message in failed_messages:
+                problems |= dict.fromkeys(message.problems or ())
+            failure.problems = list(problems)
+        if len(missing_paths) == self.size:
+            failure.missing_path = missing_paths[0]
+        errnos = {message.errno for message in failed_messages}
+        if len(errnos) == 1:
+            failure.errno = errnos.pop()
+        return failure
 
 
 @contextmanager
 def joint_phase(ranks: Ranks, failure_summary: str = UNCHANGED) -> Iterator[None]:
-    """A step of all ranks: what fails on one of them is raised on all."""
+    """Carry out a phase in which every rank runs the block. If one fails, all raise an error.
+
+    Args:
+        ranks: The ranks of the operation.
+        failure_summary: What a failure means for the user. The error message starts with it.
+    """
     problem: Exception | None = None
     try:
         yield
@@ -291,27 +392,38 @@ def joint_phase(ranks: Ranks, failure_summary: str = UNCHANGED) -> Iterator[None
 
 
 @contextmanager
-def joined_ranks(group: AnyGroup | None, doing: str) -> Iterator[Ranks]:
-    """Do something with all ranks of a group, or alone; it begins when all have come. An error between two steps is sent with the
-    next one, and so is raised on every rank."""
-    ranks = begin(group, doing)
+def joined_ranks(group: AnyGroup | None, operation: str) -> Iterator[Ranks]:
+    """Begin an operation with all ranks of a group, or alone, and close it after the block.
+
+    The block starts when all ranks have begun. If it raises an exception on one rank, all other
+    ranks raise an error in their next phase, or at the end of the block.
+
+    Args:
+        group: A group of Holdfast or of torch. None for this process alone.
+        operation: What the ranks do. It must be the same on all of them.
+    """
+    ranks = begin(group, operation)
     try:
-        ranks.agree(b"", _all_here)
+        ranks.agree(b"", _require_equal_messages)
         with shared_errors(ranks):
             yield ranks
-        ranks.agree(b"", _all_here)
+        ranks.agree(b"", _require_equal_messages)
     finally:
         ranks.close()
 
 
-def _all_here(messages: list[bytes]) -> list[bytes]:
+def _require_equal_messages(messages: list[bytes]) -> list[bytes]:
+    """Decide a phase in which all ranks must have opened the same checkpoint."""
     check_same_checkpoint(messages)
     return [b""] * len(messages)
 
 
 @contextmanager
 def shared_errors(ranks: Ranks) -> Iterator[None]:
-    """Send what fails in the block to the other ranks, unless they have it."""
+    """Send an exception of the block to the other ranks, which raise an error in their next phase.
+
+    Errors that come from a phase are not sent, because all ranks have them already.
+    """
     try:
         yield
     except (RanksFailed, RankLost, DurabilityUncertain):
@@ -322,123 +434,219 @@ def shared_errors(ranks: Ranks) -> Iterator[None]:
 
 
 MARK_NBYTES = 16
+"""The size of the hash by which ranks compare what they opened."""
+
 SHARES = message_type("list of shares", list[bytes])
+"""A message from each rank, in one document."""
 
 
 def divide_work(
     ranks: Ranks,
     nbytes: Sequence[int] | Ints,
-    work: Callable[[list[int]], Sequence[T]],
-    kind: type[T],
+    work: Callable[[list[int]], Sequence[ResultT]],
+    result_type: type[ResultT],
     *,
     common: bytes = b"",
-) -> list[T]:
-    """The results of pieces of work, in order. Each piece has a number and a weight; one rank does it, and all get its result, of
-    this type (as msgspec reads it). Raises on every rank where one sees other pieces, or has something else in `common`."""
+) -> list[ResultT]:
+    """Divide pieces of work among all ranks, and return the results of all pieces on every rank.
+
+    Args:
+        ranks: The ranks, each of which calls this function.
+        nbytes: How much there is to do for each piece, the same on all ranks.
+        work: Called with the indices of the pieces for this rank. Returns a result for each.
+        result_type: The type of a result, for msgspec.
+        common: Other data that must be the same on all ranks.
+
+    Returns:
+        The result of each piece.
+
+    Raises:
+        RanksFailed: A rank failed, or has other pieces or other common data.
+    """
     if ranks.size == 1:
         return [*work([*range(len(nbytes))])]
-    weights = np.asarray(nbytes, np.int64)
-    results: DocumentType[list[T]] = message_type("list of results", list[kind])  # type: ignore[valid-type]  # one that is given
-    # The fullest share comes first, and the first rank is to have the emptiest.
-    picks = ranks.size - 1 - assign_evenly(weights, np.zeros(ranks.size, np.int64))
+
+    piece_nbytes = np.asarray(nbytes, np.int64)
+    # `assign_evenly` gives most to the first and least to the last. It is reversed, because the
+    # first rank also handles the messages.
+    no_loads = np.zeros(ranks.size, np.int64)
+    piece_ranks = ranks.size - 1 - assign_evenly(piece_nbytes, no_loads)
+    results_type: DocumentType[list[ResultT]] = message_type(
+        "list of results",
+        list[result_type],  # type: ignore[valid-type]  # a type that is only known at run time
+    )
     with shared_errors(ranks):
-        own = write_document(results, [*work(np.flatnonzero(picks == ranks.rank).tolist())])
-    found = [
-        read_document(results, one)[::-1]
-        for one in exchange(ranks, own, common=weights.tobytes() + common)
-    ]
-    return [found[rank].pop() for rank in picks.tolist()]
+        local_results = work(np.flatnonzero(piece_ranks == ranks.rank).tolist())
+        local_document = write_document(results_type, [*local_results])
+
+    # Each rank has its results in the order of its pieces. In reverse, `pop` returns the next one.
+    results_by_rank = []
+    documents = exchange(ranks, local_document, common=piece_nbytes.tobytes() + common)
+    for document in documents:
+        results = read_document(results_type, document)
+        results.reverse()
+        results_by_rank.append(results)
+    return [results_by_rank[rank].pop() for rank in piece_ranks.tolist()]
 
 
-def exchange(ranks: Ranks, own: bytes, *, common: bytes) -> list[bytes]:
-    """What each rank has, on every rank. Raises `Replaced` where they do not have the same in `common`."""
-    from hashlib import blake2b  # for those who have others to compare with
+def exchange(ranks: Ranks, local: bytes, *, common: bytes) -> list[bytes]:
+    """Return the data of all ranks on every rank.
+
+    Args:
+        ranks: The ranks, each of which calls this function.
+        local: The data of this rank.
+        common: Data that must be the same on all ranks. Only a hash of it is sent.
+
+    Raises:
+        RanksFailed: A rank failed, or has other common data.
+    """
+    # Imported here, because a process alone does not need it.
+    from hashlib import blake2b
 
     def decide(messages: list[bytes]) -> list[bytes]:
         check_same_checkpoint([message[:MARK_NBYTES] for message in messages])
-        return [write_document(SHARES, [message[MARK_NBYTES:] for message in messages])] * len(
-            messages
-        )
+        answer = write_document(SHARES, [message[MARK_NBYTES:] for message in messages])
+        return [answer] * len(messages)
 
     mark = blake2b(common, digest_size=MARK_NBYTES).digest()
-    return read_document(SHARES, ranks.agree(mark + own, decide))
+    return read_document(SHARES, ranks.agree(mark + local, decide))
 
 
 def compare_marks(ranks: Ranks, mark: bytes) -> None:
-    """Raise `Replaced` on every rank unless all of them have this mark of what they opened."""
+    """Raise an error on every rank unless all ranks have opened the same checkpoint.
+
+    Args:
+        ranks: The ranks, each of which calls this function.
+        mark: Identifies what this rank has opened.
+
+    Raises:
+        RanksFailed: The ranks have different marks.
+    """
     if ranks.size > 1:
-        ranks.agree(mark, _all_here)
+        ranks.agree(mark, _require_equal_messages)
 
 
 def check_same_checkpoint(marks: Sequence[bytes]) -> None:
-    """Raise `Replaced` where the ranks have not opened one checkpoint, by what each made of its own."""
-    others = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
-    if others:
-        message = f"the ranks have opened different checkpoints ({format_ranks(others)} not that of rank 0)"
+    """Raise `Replaced` unless the marks of all ranks are equal.
+
+    Args:
+        marks: What identifies the checkpoint that each rank opened, in the order of the ranks.
+    """
+    differing_ranks = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
+    if differing_ranks:
         raise Replaced(
-            f"{message}: it was saved again, or it is not on storage that all of them share",
-            found=tuple(others),
+            f"the ranks have opened different checkpoints ({format_ranks(differing_ranks)} not "
+            "that of rank 0): it was saved again, or it is not on storage that all of them share",
+            found=tuple(differing_ranks),
         )
 
 
-def assign_evenly(nbytes: Ints, loads: Ints) -> Ints:
-    """For each piece the number of the holder that gets it, so that all have about as much; `loads` is what each has already.
+def assign_evenly(piece_nbytes: Ints, rank_loads: Ints) -> Ints:
+    """Assign pieces to ranks so that the loads of the ranks become as even as possible.
 
-    The largest go one by one to whoever has the least. All others are poured onto the loads, and keep their neighbours
-    (`ranks/plan.py` has the reason and the bound).
+    The largest pieces are assigned one by one, each to the rank with the lowest load. All others
+    are assigned by water filling, which keeps neighbors together (`ranks/plan.py` has the reason
+    and a bound on the error).
+
+    Args:
+        piece_nbytes: The size of each piece.
+        rank_loads: The load that each rank already has.
+
+    Returns:
+        For each piece, the index of its rank in `rank_loads`.
 
     >>> assign_evenly(np.array([5, 1, 9, 3]), np.array([0, 6])).tolist()
     [1, 1, 0, 0]
     """
-    picks = np.zeros(len(nbytes), np.int64)
-    if len(loads) < 2:
-        return picks
-    heights = loads.copy()
-    order = (-nbytes).argsort(kind="stable")
-    for piece in order[: LARGEST * len(loads)].tolist():
-        lowest = int(heights.argmin())
-        picks[piece] = lowest
-        heights[lowest] += nbytes[piece]
-    rest = np.sort(order[LARGEST * len(loads) :])
-    if len(rest):
-        picks[rest] = _pour(nbytes[rest], heights)
-    return picks
+    piece_ranks = np.zeros(len(piece_nbytes), np.int64)
+    if len(rank_loads) < 2:
+        return piece_ranks
+
+    loads = rank_loads.copy()
+    largest_first = (-piece_nbytes).argsort(kind="stable")
+    greedy_count = GREEDY_PIECES_PER_RANK * len(loads)
+    for piece in largest_first[:greedy_count].tolist():
+        rank = int(loads.argmin())
+        piece_ranks[piece] = rank
+        loads[rank] += piece_nbytes[piece]
+
+    small_pieces = np.sort(largest_first[greedy_count:])
+    if len(small_pieces):
+        piece_ranks[small_pieces] = _assign_by_water_filling(piece_nbytes[small_pieces], loads)
+    return piece_ranks
 
 
-def _pour(nbytes: Ints, loads: Ints) -> Ints:
-    ends = nbytes.cumsum()
-    total = int(ends[-1])
-    floor = np.sort(loads)
-    # The level if only the n lowest holders got any, for each n; the true n is the last whose floor is under its level.
-    levels = -(-(floor.cumsum() + total) // np.arange(1, len(loads) + 1))
-    level = levels[(floor <= levels).nonzero()[0][-1]]
-    rooms = np.maximum(level - loads, 0).cumsum()
-    picks = np.searchsorted(rooms, ends - nbytes + nbytes // 2, side="right").astype(np.int64)
-    return np.minimum(picks, len(loads) - 1)  # a piece of no bytes may lie behind all rooms
+def _assign_by_water_filling(piece_nbytes: Ints, rank_loads: Ints) -> Ints:
+    """Assign pieces to ranks at once, consecutive pieces to the same rank.
+
+    This is water filling: pour all bytes onto the current loads, and find the level that the
+    surface reaches. Ranks below that level receive pieces until they reach it, ranks above it
+    receive none.
+
+    Args:
+        piece_nbytes: The size of each piece. There is at least one.
+        rank_loads: The load that each rank already has.
+
+    Returns:
+        For each piece, the index of its rank.
+    """
+    piece_stops = piece_nbytes.cumsum()
+    total_nbytes = int(piece_stops[-1])
+
+    # The level, rounded up, if only the n ranks with the lowest loads receive pieces, for every n.
+    # The right n is the largest one for which the n-th load is not above the level.
+    sorted_loads = np.sort(rank_loads)
+    rank_counts = np.arange(1, len(rank_loads) + 1)
+    levels = -(-(sorted_loads.cumsum() + total_nbytes) // rank_counts)
+    level = levels[np.flatnonzero(sorted_loads <= levels)[-1]]
+
+    # Lay the shares of the ranks end to end, and the pieces beside them. A piece goes to the rank
+    # in whose share its midpoint lies.
+    share_stops = np.maximum(level - rank_loads, 0).cumsum()
+    piece_midpoints = piece_stops - piece_nbytes + piece_nbytes // 2
+    piece_ranks = np.searchsorted(share_stops, piece_midpoints, side="right").astype(np.int64)
+
+    # The midpoint of an empty piece may lie behind all shares.
+    return np.minimum(piece_ranks, len(rank_loads) - 1)
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in words.
+    """Return ranks as text, runs of successive ranks in short form.
+
+    Args:
+        ranks: The ranks, in any order. There is at least one.
 
     >>> format_ranks([3]), format_ranks([0, 1, 2, 7, 5])
     ('rank 3', 'ranks 0 to 2, 5 and 7')
     """
-    ordered = np.unique(np.fromiter(ranks, np.int64))
-    stretches = np.split(ordered, (np.diff(ordered) != 1).nonzero()[0] + 1)
-    said: list[str] = []
-    for s in stretches[:STRETCHES]:
-        said.extend([f"{s[0]} to {s[-1]}"] if len(s) > 2 else map(str, s))
-    left = sum(map(len, stretches[STRETCHES:]))
-    if left:
-        said.append(f"{left} more")
-    text = ", ".join(said[:-1]) + " and " + said[-1] if len(said) > 1 else said[0]
-    return ("rank " if len(ordered) == 1 else "ranks ") + text
+    sorted_ranks = np.unique(np.fromiter(ranks, np.int64))
+    run_starts = np.flatnonzero(np.diff(sorted_ranks) != 1) + 1
+    runs = np.split(sorted_ranks, run_starts)
+    texts: list[str] = []
+    for run in runs[:MAX_LISTED_RUNS]:
+        if len(run) > 2:
+            texts.append(f"{run[0]} to {run[-1]}")
+        else:
+            texts.extend(map(str, run))
+    omitted_count = sum(map(len, runs[MAX_LISTED_RUNS:]))
+    if omitted_count:
+        texts.append(f"{omitted_count} more")
+
+    if len(sorted_ranks) == 1:
+        return f"rank {texts[0]}"
+    if len(texts) == 1:
+        return f"ranks {texts[0]}"
+    return f"ranks {', '.join(texts[:-1])} and {texts[-1]}"
 
 
-def _causes(known: dict[int, str]) -> str:
-    alike: dict[str, list[int]] = {}
-    for rank, text in known.items():
-        alike.setdefault(text, []).append(rank)
-    listed = [f"{format_ranks(ranks)}: {text}" for text, ranks in alike.items()]
-    more = [f"and {len(listed) - CAUSES} other causes"] if len(listed) > CAUSES else []
-    return "; ".join(listed[:CAUSES] + more)
+def _format_causes(causes: dict[int, str]) -> str:
+    """Return the errors of ranks as text. Ranks with the same error are listed together."""
+    ranks_by_cause: dict[str, list[int]] = {}
+    for rank, cause in causes.items():
+        ranks_by_cause.setdefault(cause, []).append(rank)
+
+    texts = [f"{format_ranks(ranks)}: {cause}" for cause, ranks in ranks_by_cause.items()]
+    omitted_count = len(texts) - MAX_LISTED_CAUSES
+    if omitted_count > 0:
+        texts = [*texts[:MAX_LISTED_CAUSES], f"and {omitted_count} other causes"]
+    return "; ".join(texts)
