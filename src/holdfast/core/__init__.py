@@ -1,27 +1,55 @@
-"""Pure values and no I/O.
+"""Values without I/O: the model of a checkpoint, on which all other rooms are built.
 
-value                  what nearly every class is: fields that are checked and never change
-box, chunk             where the elements of a tensor lie: a storage, a box of it
-tensor                 a tensor that is described and not read, slices of it as arithmetic; one that is made of several
-table                  all tensors of a checkpoint or of a state as columns: names, kinds, storages
-match                  rows of a table for the tensors of a state, by name; where their boxes meet
-sharing                which rows share memory: groups, ties, overlaps
-tiling                 do boxes cover a tensor exactly once; how the boxes of one holder lie to each other
-dtype, crc, digest     element types; checksums, and what a tensor holds in a few bytes
-content_hash           what identifies the bytes of a chunk, so that they need not be written twice
-leaves                 the tensors of a nested state and their names, found by one walk
-tree, opaque           nested states, and what stands in them for values that are not built: globals, objects, sizes, devices
-patterns, order        globs on dotted names: which are meant, what they become; the order in which people read them
-placement_rules        which dimension of a tensor each axis of a mesh shards, by globs
-checkpoint             what `open` returns
-protocols, limits      the seams between layers: store, source, format; what a file may cost
-keys                   names of files that stay inside
-strict_json, documents JSON that every reader understands alike; the documents of ours, with their own checksum
-arguments, quantities  what callers give to the verbs, understood in one place; sizes, counts and times as people write them
-notebook               what a notebook shows of a result: facts, tables, bars
-text, version          text for people: names made safe to look at, sizes and counts made short; the version of the package
-arrays                 kinds of numpy arrays, a row of bytes
-registry               finds hooks, extras and plugins by name: what lies above the kernel is reached here alone
-runtime                the process: its collector, its locks, memory at an address
-signals                a handler of signals that leaves what it found
+The model of a checkpoint:
+
+| module | what is in it |
+| --- | --- |
+| `box`, `chunk` | rectangles of indices, and where their elements are in a storage |
+| `tensor` | tensors that are described but not read, and arithmetic on their chunks for slices |
+| `table` | all tensors of a checkpoint or a state, as columns |
+| `dtype` | the table of element types |
+| `tree`, `leaves`, `opaque` | nested states, their tensors and names, and objects that are not built |
+| `checkpoint` | what `holdfast.open` returns |
+
+What is computed from it:
+
+| module | what is in it |
+| --- | --- |
+| `match` | which rows of a checkpoint fill which tensors of a model |
+| `sharing` | which rows share memory: ties, groups, overlaps |
+| `tiling` | whether boxes cover a tensor exactly once |
+| `placement_rules` | which dimensions the axes of a device mesh shard |
+| `crc`, `digest`, `content_hash` | checksums, and what identifies the content of a tensor |
+| `patterns`, `order` | globs on names, and names in the order in which people read them |
+
+Input and output for people and programs:
+
+| module | what is in it |
+| --- | --- |
+| `options`, `arguments`, `quantities` | the options of verbs, and checks of what callers pass |
+| `limits`, `keys` | how much a file may cost, and which names of files are safe |
+| `strict_json`, `documents` | JSON that all programs understand alike, and Holdfast's documents |
+| `text`, `notebook` | escaped names and short numbers, and what notebooks show |
+
+Connections to the rest:
+
+| module | what is in it |
+| --- | --- |
+| `protocols`, `registry` | interfaces between rooms, and lookup of formats, extras and plugins |
+| `group` | how several ranks carry out an operation together |
+| `runtime`, `signals` | threads, locks, memory and signal handlers of the process |
+| `value`, `arrays`, `version` | the base of nearly all classes, types of arrays, the version |
+
+Words that modules of this room share, beside those of `docs/design/048-words.md`:
+
+- A **point** is an element of a box, given by its indices. An **axis** is a dimension of a tensor,
+  or of a mesh of devices.
+- Boxes **tile** a tensor if they cover each of its points exactly once.
+- A **destination** is a tensor of a model that a row of a checkpoint fills.
+- The **head** of some bytes is the CRC-32 of their first 64 KiB, and a **mark** is a short hash by
+  which ranks compare what they opened.
+- An **operation** is what the ranks of a group do together. It consists of **phases**: in each, all
+  ranks send a message to the first rank, and receive an answer.
+- A **flaw** is a part of a JSON document that programs understand in different ways.
+- The **load** of a rank is the number of bytes that it has to read or write.
 """

@@ -105,6 +105,7 @@ class ContentHasher:
     __slots__ = ("_block_digests", "_head_crcs", "_lock", "_nbytes", "_needs_hash", "_open_blocks")
 
     def __init__(self, nbytes: int, *, needs_hash: bool = True) -> None:
+        """Prepare to receive this many bytes, and to compute their hash if it is needed."""
         self._nbytes = nbytes
         self._needs_hash = needs_hash
         block_count = max(-(-nbytes // HASH_BLOCK_NBYTES), 1)
@@ -112,6 +113,7 @@ class ContentHasher:
         self._open_blocks: dict[int, _OpenBlock] = {}
         self._head_crcs = BlockCrcs()
         self._lock = threading.Lock()
+        # Without bytes, `add` is never called.
         if not nbytes:
             self._block_digests[0] = xxh3_128_digest(b"")
 

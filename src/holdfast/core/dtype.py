@@ -202,6 +202,7 @@ class DTypes:
     """
 
     def __init__(self, rows: list[DType]) -> None:
+        """Index the rows of the table by each of their names."""
         self.rows = tuple(rows)
         self._by_name = {row.name: row for row in rows}
         self._by_safetensors = {row.safetensors: row for row in rows if row.safetensors}

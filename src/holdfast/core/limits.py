@@ -68,6 +68,7 @@ class Limits(Value, frozen=True):
     up to 16 MiB are not checked. An array of zeros reaches 1,000."""
 
     def __post_init__(self) -> None:
+        """Check that all limits are positive integers or 0, and convert sizes that are texts."""
         for field in self.__struct_fields__:
             value: object = getattr(self, field)
             if type(value) is int and value >= 0:

@@ -66,6 +66,7 @@ def sort_naturally(items: Iterable[T], get_name: Callable[[T], str] = str) -> li
     component_keys: dict[tuple[int, str], ComponentKey] = {}
 
     def make_key(item: T) -> tuple[ComponentKey, ...]:
+        """Return the keys of the components of a name: rank among siblings, then numbers."""
         keys = []
         parent_rank = -1
         for component in get_name(item).split(".", MAX_COMPONENTS):

@@ -200,7 +200,12 @@ def describe_json(value: object) -> str:
 
 
 def _parse(raw: bytes, file: str | None, start: int) -> object:
-    """Parse a document whose brackets were counted. Steps 2 to 4 of the module's docstring."""
+    """Parse a document that does not nest too deeply.
+
+    msgspec parses it and writes it again. If the result has the same bytes, except for spaces, the
+    document has nothing that programs understand in different ways, such as two equal keys. All
+    other documents are parsed slowly, with checks.
+    """
     try:
         if LONG_NUMBER not in raw.translate(DIGITS_TO_ZERO):
             value: object = msgspec.json.decode(raw)
@@ -258,6 +263,7 @@ class _DecoderHooks:
         return Flaw(reason)
 
     def make_object(self, pairs: list[tuple[str, object]]) -> object:
+        """Return an object as a dict, or a flaw if a key occurs twice. `json` keeps the last one."""
         fields = dict(pairs)
         if len(fields) == len(pairs):
             return fields

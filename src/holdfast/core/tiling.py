@@ -115,7 +115,10 @@ def find_bounding_box(boxes: Sequence[Box]) -> Box:
 
 
 def joined_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
-    """Return the shape of the block that boxes form together. The module's docstring has examples.
+    """Return the shape of the block that the boxes of one rank form together.
+
+    If the boxes differ in one axis only, their lengths on this axis are added, even if there are
+    gaps between them. Otherwise the block is the smallest box around all of them.
 
     >>> joined_shape([Box.from_offsets((0, 0), (2, 3)), Box.from_offsets((2, 0), (4, 3))])
     (6, 3)
@@ -204,7 +207,9 @@ def _is_chain(length: int, starts: Ints, stops: Ints) -> bool:
 def _has_weight_of_shape(shape: tuple[int, ...], starts: Ints, stops: Ints) -> bool:
     """Return whether the random weights of boxes add up to the weight of the whole tensor.
 
-    The module's docstring defines the weight of a box, and why this proves a tiling.
+    Each coordinate of an axis has a random value. The weight of a box is the product, over all
+    axes, of the value of its stop minus the value of its start. The module's docstring explains why
+    equal weights prove that the boxes tile the tensor. All numbers are modulo `PRIME`.
     """
     box_count = starts.shape[1]
     box_weights = np.ones((TRIALS, box_count), np.uint64)
