@@ -19,7 +19,8 @@ from holdfast.core.digest import Digest, combine_digests
 from holdfast.core.dtype import DTYPES
 from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.engine.blocks import pack_elements
-from holdfast.engine.checksums import RangeSums, SweptRange
+from holdfast.engine.checksums import RangeSums
+from holdfast.engine.coalesce import Ranges
 from holdfast.engine.digest import compute_crcs, find_recorded_crc
 from holdfast.engine.source import OpenSource
 from holdfast.errors import LimitExceeded
@@ -256,23 +257,24 @@ def test_expanded_views_are_refused_before_they_cost():
     st.integers(1, 20),
 )
 def test_every_byte_of_every_range_is_in_one_piece(places, block):
-    ranges = [SweptRange(*place) for place in places]
-    bytes_by_range = [[] for _ in ranges]
     content = {"a": bytes(range(100)), "b": bytes(range(100, 200))}
-    sweep = RangeSums(MemoryStore(content), ranges, block=block)
-    for reads in sweep.reads():
+    sums = RangeSums(MemoryStore(content), Ranges.from_tuples(places), block=block)
+
+    bytes_by_range = [[] for _ in places]
+    for reads in sums.join_reads():
         for read_index, (start, stop) in enumerate(zip(reads.starts, reads.stops, strict=True)):
             pieces = list(reads.select_pieces(read_index).rows())
             assert start == min(piece_start for _, piece_start, _ in pieces)
             assert stop == max(piece_stop for _, _, piece_stop in pieces)
             assert stop - start <= block
-            assert {ranges[range_index].key for range_index, _, _ in pieces} == {reads.key}
+            assert {places[range_index][0] for range_index, _, _ in pieces} == {reads.key}
             for range_index, piece_start, piece_stop in pieces:
                 bytes_by_range[range_index] += range(piece_start, piece_stop)
-    expected_bytes = [list(range(swept.start, swept.stop)) for swept in ranges]
+    expected_bytes = [list(range(start, start + nbytes)) for _, start, nbytes in places]
     assert [sorted(offsets) for offsets in bytes_by_range] == expected_bytes
-    for task in sweep.tasks():
+
+    for task in sums.tasks():
         task()
-    assert [sweep.outcome(i) for i in range(len(ranges))] == [
-        zlib.crc32(content[s.key][s.start : s.stop]) for s in ranges
+    assert [sums.outcome(range_index) for range_index in range(len(places))] == [
+        zlib.crc32(content[key][start : start + nbytes]) for key, start, nbytes in places
     ]

@@ -212,7 +212,7 @@ def read_boxes(
 
         tasks: list[Callable[[], None]] = []
         for piece, scratch in zip(pieces, scratches, strict=True):
-            if scratch is not None or checks.wants(piece.ranges.chunk.storage):
+            if scratch is not None or checks.has_storage(piece.ranges.chunk.storage):
                 tasks.append(partial(_finish_piece, piece, scratch, checks))
         has_threads = read_nbytes >= INLINE_NBYTES
         run_all(tasks, threads if has_threads else 1)
@@ -237,7 +237,7 @@ def _finish_piece(piece: BoxPiece, scratch: np.ndarray | None, checks: StorageCh
     """Hand the bytes of a piece to the checks, and copy its elements out of scratch memory."""
     storage = piece.ranges.chunk.storage
     # A piece with several ranges skips bytes of its storage, so no checksum covers it.
-    if not piece.ranges.outer_axes and checks.wants(storage):
+    if not piece.ranges.outer_axes and checks.has_storage(storage):
         data = memory_at(address_of(piece.destination), piece.range_nbytes)
         if scratch is not None:
             data = scratch.data

@@ -1,21 +1,26 @@
-"""Read ranges of files from end to end, each byte once, for their checksums alone.
+"""Checksums of byte ranges of files.
 
-1. Ranges are cut where blocks of the file end, and parts that touch, or almost, are read together: a gigabyte becomes 256 reads,
-   and so do the hundred thousand small tensors in it.
-2. A thread reads into scratch memory that it keeps, and takes the CRC-32 of each part while it is in the cache.
-3. The CRCs of parts combine to those of the ranges. Most ranges are one part; where there are a million, all of this is columns.
+`RangeSums` reads ranges only for their checksums, each byte once:
 
-Nothing stops at an error: a read that fails is tried again part by part, and the error belongs to the ranges whose parts fail.
+1. Ranges are cut where blocks of the file end. Pieces that touch, or almost do, are one read. So a
+   gigabyte is read by 256 calls, even if it consists of a hundred thousand small tensors.
+2. A thread reads into scratch memory, and computes the CRC-32 of each piece while it is in the cache.
+3. The checksum of a range is combined from those of its pieces. Most ranges have one piece. There can
+   be a million ranges, so their checksums are an array.
 
-`StorageChecks` sums what is read for other reasons, as it passes by, and compares it with what the file records.
+An error does not stop the others. If a read fails, each of its pieces is read again by itself, and
+the error belongs to the ranges whose pieces cannot be read.
+
+`StorageChecks` is for bytes that are read for another reason: it compares checksums on the way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
+from msgspec import Struct
 
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.chunk import Storage
@@ -23,7 +28,7 @@ from holdfast.core.crc import BlockCrcs, crc32
 from holdfast.core.documents import message_type, read_document, write_document
 from holdfast.core.group import Ranks, exchange
 from holdfast.core.protocols import Request, Store, group_by_source
-from holdfast.core.value import Value, replace
+from holdfast.core.value import replace
 from holdfast.engine.coalesce import SUMS, JoinedReads, RangePieces, Ranges, join_ranges
 from holdfast.engine.ranges import read_joined, split_into_tasks
 from holdfast.engine.threads import DEFAULT_THREADS, Scratch, run_reads
@@ -37,172 +42,208 @@ from holdfast.errors import (
     error_context,
 )
 
-SWEPT = message_type("list of checksums of a rank", tuple[list[bytes], dict[int, tuple[str, str]]])
-ERRORS = {kind.__name__: kind for kind in (StoreError, Truncated, Corrupted, Replaced)}
-"""What reading a file may raise, by name."""
+READ_ERRORS = {kind.__name__: kind for kind in (StoreError, Truncated, Corrupted, Replaced)}
+"""The errors that reading a file can raise, by name."""
 
-Progress = Callable[
-    [int], None
-]  # Called with how many more bytes are done, from several threads at once.
+Progress = Callable[[int], None]
+"""Called with the bytes that were done since the last call, from several threads at once."""
 
 
-class SweptRange(Value, frozen=True):
-    key: str
-    start: int
-    nbytes: int
-    summed: bool = True  # Whether the CRC is wanted; without, the bytes are read and dropped, so that errors show.
+class RankChecksums(Struct):
+    """What one rank has computed, for the other ranks. A range is its index."""
 
-    @property
-    def stop(self) -> int:
-        return self.start + self.nbytes
+    range_indices: bytes
+    """The ranges with one piece that this rank has read, as 64-bit integers."""
+    crcs: bytes
+    """The CRC-32 of each of these ranges, as 64-bit integers."""
+    pieces: bytes
+    """Pieces of other ranges, as rows of four 64-bit integers: the range, the first byte, the length
+    and the CRC-32."""
+    errors: dict[int, tuple[str, str]]
+    """For each range that cannot be read, the class of the error and its message."""
+
+
+RANK_CHECKSUMS = message_type("list of checksums of a rank", RankChecksums)
 
 
 class RangeSums:
-    """The sums of ranges of one store. Run every task of `tasks`, on any thread, and then ask for the outcomes."""
+    """The checksums of ranges of one store.
+
+    Run every task of `tasks`, on any thread. After that the checksums can be asked for.
+    """
 
     def __init__(
         self,
         store: Store,
-        ranges: Iterable[SweptRange] | Ranges,
+        ranges: Ranges,
         *,
-        summed: Bools | None = None,
+        needs_crc: Bools | None = None,
         block: int = SUMS.block_nbytes,
     ) -> None:
-        """Take ranges one by one, or as columns; `summed` says of which the CRC is wanted (by default of all)."""
-        if not isinstance(ranges, Ranges):
-            given = list(ranges)
-            ranges = Ranges.from_tuples([(swept.key, swept.start, swept.nbytes) for swept in given])
-            summed = np.fromiter((swept.summed for swept in given), np.bool_, len(given))
-        self._store, self._ranges = store, ranges
-        self._summed = np.ones(len(ranges), np.bool_) if summed is None else summed
-        self._policy = replace(SUMS, block_nbytes=block)
-        starts, stops = ranges.starts, ranges.starts + ranges.nbytes
-        self._cut = (
-            stops - 1
-        ) // block > starts // block  # Which lie in several blocks, and so in several parts.
-        self._whole: Ints = np.zeros(
-            len(ranges), np.int64
-        )  # The CRC of each range that lies in one block.
-        self._sums = {
-            number: BlockCrcs() for number in (self._cut & self._summed).nonzero()[0].tolist()
-        }
-        self._known: Bools = np.zeros(len(ranges), np.bool_)  # Which of them were summed here.
-        self.errors: dict[
-            int, HoldfastError
-        ] = {}  # What kept ranges from being read, by their numbers.
+        """Prepare to read ranges.
 
-    def reads(self) -> list[JoinedReads]:
-        """The ranges of each file, cut and joined; each byte of each range is in one part."""
+        Args:
+            store: The store.
+            ranges: The ranges.
+            needs_crc: Which checksums are needed, by default all. The other ranges are read as well,
+                so that errors show.
+            block: The most bytes that are read at a time.
+        """
+        self.errors: dict[int, HoldfastError] = {}
+        """For each range that cannot be read, the error, by the index of the range."""
+        self._store = store
+        self._ranges = ranges
+        self._policy = replace(SUMS, block_nbytes=block)
+        if needs_crc is None:
+            needs_crc = np.ones(len(ranges), np.bool_)
+        self._needs_crc = needs_crc
+
+        # A range in several blocks of the file has several pieces. Its checksum is combined later.
+        stops = ranges.starts + ranges.nbytes
+        self._is_cut = (stops - 1) // block > ranges.starts // block
+        cut_indices = np.flatnonzero(self._is_cut & needs_crc).tolist()
+        self._cut_crcs = {range_index: BlockCrcs() for range_index in cut_indices}
+        # The checksums of the other ranges, and whether this process has computed them.
+        self._crcs: Ints = np.zeros(len(ranges), np.int64)
+        self._is_computed: Bools = np.zeros(len(ranges), np.bool_)
+
+    def join_reads(self) -> list[JoinedReads]:
+        """Return the reads of each file. Each byte of each range is in one piece of one read."""
         return join_ranges(self._ranges, self._policy)
 
     def tasks(self, progress: Progress | None = None) -> list[Callable[[], None]]:
-        """What is to be done, about a block each. They raise nothing that is about the files."""
+        """Return the tasks that read the ranges, about a block each.
+
+        A task raises no error about a file. It adds it to `errors`.
+        """
         scratch = Scratch()
-        return [
-            partial(self._sum_reads, reads, first, last, scratch=scratch, progress=progress)
-            for reads in self.reads()
-            for first, last in split_into_tasks(reads, self._policy.block_nbytes)
-        ]
+        tasks: list[Callable[[], None]] = []
+        for reads in self.join_reads():
+            for first_read, stop_read in split_into_tasks(reads, self._policy.block_nbytes):
+                read_indices = range(first_read, stop_read)
+                tasks.append(partial(self._sum_reads, reads, read_indices, scratch, progress))
+        return tasks
 
     def _sum_reads(
         self,
         reads: JoinedReads,
-        first: int,
-        last: int,
-        *,
+        read_indices: Iterable[int],
         scratch: Scratch,
         progress: Progress | None,
     ) -> None:
-        """Do joined reads [first, last) of one file."""
-        for number in range(first, last):
-            pieces = reads.select_pieces(number)
+        """Do some of the reads of a file, and compute the checksums of their pieces."""
+        for read_index in read_indices:
+            pieces = reads.select_pieces(read_index)
             try:
-                data = read_joined(self._store, reads, number, scratch)
+                data = read_joined(self._store, reads, read_index, scratch)
             except HoldfastError:
-                for owner, begin, end in pieces.rows():
-                    self.try_again(owner, begin, scratch.reserve(end - begin))
+                for range_index, start, stop in pieces.rows():
+                    self._sum_piece(range_index, start, scratch.reserve(stop - start))
             else:
-                self.add(pieces, int(reads.starts[number]), data)
+                self._add_pieces(pieces, reads.starts.item(read_index), data)
             if progress is not None:
-                # Without what lies between the pieces: nobody counts that.
-                progress(int((pieces.stops - pieces.starts).sum()))
+                # The gaps between pieces do not count.
+                progress((pieces.stops - pieces.starts).sum().item())
 
-    def add(self, pieces: RangePieces, origin: int, data: memoryview) -> None:
-        """Sum up pieces of ranges whose sums are wanted; byte `origin` of the file comes first."""
-        wanted = self._summed[pieces.range_indices]
-        if not wanted.all():
-            pieces = pieces.select(np.flatnonzero(wanted))
-        owners, begins, ends = pieces.range_indices, pieces.starts, pieces.stops
-        places = zip((begins - origin).tolist(), (ends - origin).tolist(), strict=True)
-        crcs = [crc32(data[begin:end]) for begin, end in places]
-        cut = self._cut[owners]
-        if cut.any():
-            for at in np.flatnonzero(cut).tolist():
-                self._sums[int(owners[at])].add_crc(
-                    int(begins[at]), int(ends[at] - begins[at]), crcs[at]
-                )
-            self._whole[owners[~cut]] = np.array(crcs, np.int64)[~cut]
-            self._known[owners[~cut]] = True
-        else:
-            self._whole[owners] = crcs
-            self._known[owners] = True
-
-    def try_again(self, number: int, start: int, out: memoryview) -> None:
+    def _sum_piece(self, range_index: int, start: int, out: memoryview) -> None:
+        """Read one piece of a range by itself, and compute its checksum or record the error."""
+        key = self._ranges.keys[self._ranges.files.item(range_index)]
         try:
-            self._store.read(self._ranges.keys[int(self._ranges.files[number])], start, out)
+            self._store.read(key, start, out)
         except HoldfastError as error:
-            self.errors.setdefault(number, drop_tracebacks(error))
+            self.errors.setdefault(range_index, drop_tracebacks(error))
         else:
-            pieces = RangePieces(
-                np.array([number]), np.array([start]), np.array([start + out.nbytes])
-            )
-            self.add(pieces, start, out)
+            stop = start + out.nbytes
+            piece = RangePieces(np.array([range_index]), np.array([start]), np.array([stop]))
+            self._add_pieces(piece, start, out)
+
+    def _add_pieces(self, pieces: RangePieces, data_start: int, data: memoryview) -> None:
+        """Compute the checksums of pieces that were read together.
+
+        Args:
+            pieces: The pieces.
+            data_start: The byte of the file that `data` starts with.
+            data: The bytes from there on.
+        """
+        needs_crc = self._needs_crc[pieces.range_indices]
+        if not needs_crc.all():
+            pieces = pieces.select(np.flatnonzero(needs_crc))
+        starts = (pieces.starts - data_start).tolist()
+        stops = (pieces.stops - data_start).tolist()
+        crcs = [crc32(data[start:stop]) for start, stop in zip(starts, stops, strict=True)]
+
+        range_indices = pieces.range_indices
+        is_cut = self._is_cut[range_indices]
+        if is_cut.any():
+            for piece_index in np.flatnonzero(is_cut).tolist():
+                range_crcs = self._cut_crcs[range_indices.item(piece_index)]
+                start = pieces.starts.item(piece_index)
+                nbytes = pieces.stops.item(piece_index) - start
+                range_crcs.add_crc(start, nbytes, crcs[piece_index])
+            self._crcs[range_indices[~is_cut]] = np.array(crcs, np.int64)[~is_cut]
+            self._is_computed[range_indices[~is_cut]] = True
+        else:
+            self._crcs[range_indices] = crcs
+            self._is_computed[range_indices] = True
 
     def join(self, ranks: Ranks) -> None:
-        """Take what the other ranks have summed, each by its own tasks."""
+        """Exchange checksums with the other ranks, each of which has run some of the tasks.
+
+        Afterwards every rank has all checksums and all errors.
+        """
         if ranks.size == 1:
             return
-        (numbers,) = self._known.nonzero()
-        blocks = [
-            (number, *block) for number, sums in self._sums.items() for block in sums.blocks()
-        ]
-        errors = {
-            number: (type(error).__name__, error.message) for number, error in self.errors.items()
-        }
-        columns = [
-            np.asarray(one, "<i8").tobytes() for one in (numbers, self._whole[numbers], blocks)
-        ]
-        for other in exchange(
-            ranks, write_document(SWEPT, (columns, errors)), common=self._ranges.nbytes.tobytes()
-        ):
-            (own, crcs, cut), failed = read_document(SWEPT, other)
-            self._whole[np.frombuffer(own, "<i8")] = np.frombuffer(crcs, "<i8")
-            for number, *block in np.frombuffer(cut, "<i8").reshape(-1, 4).tolist():
-                self._sums[number].add_crc(*block)
-            for number, (kind, message) in failed.items():
-                self.errors.setdefault(number, ERRORS.get(kind, StoreError)(message))
+        computed_indices = np.flatnonzero(self._is_computed)
+        piece_rows: list[tuple[int, ...]] = []
+        for range_index, crcs in self._cut_crcs.items():
+            piece_rows += [(range_index, *block) for block in crcs.blocks()]
+        errors: dict[int, tuple[str, str]] = {}
+        for range_index, error in self.errors.items():
+            errors[range_index] = (type(error).__name__, error.message)
+        own_checksums = RankChecksums(
+            range_indices=computed_indices.astype("<i8").tobytes(),
+            crcs=self._crcs[computed_indices].astype("<i8").tobytes(),
+            pieces=np.array(piece_rows, "<i8").tobytes(),
+            errors=errors,
+        )
+
+        message = write_document(RANK_CHECKSUMS, own_checksums)
+        for answer in exchange(ranks, message, common=self._ranges.nbytes.tobytes()):
+            checksums = read_document(RANK_CHECKSUMS, answer)
+            range_indices = np.frombuffer(checksums.range_indices, "<i8")
+            self._crcs[range_indices] = np.frombuffer(checksums.crcs, "<i8")
+            pieces = np.frombuffer(checksums.pieces, "<i8").reshape(-1, 4)
+            for range_index, start, nbytes, crc in pieces.tolist():
+                self._cut_crcs[range_index].add_crc(start, nbytes, crc)
+            for range_index, (error_name, text) in checksums.errors.items():
+                error_class = READ_ERRORS.get(error_name, StoreError)
+                self.errors.setdefault(range_index, error_class(text))
 
     def crcs(self) -> Ints:
-        """The CRC of each range; 0 where it was not wanted. Those of `errors` mean nothing."""
-        found = self._whole.copy()
-        for number, sums in self._sums.items():
-            found[number] = sums.crc32()
-        return found
+        """Return the CRC-32 of each range.
 
-    def outcome(self, number: int) -> int | HoldfastError:
-        """The CRC of a range (0 where it was not wanted), or what kept it from being read."""
-        error = self.errors.get(number)
+        It is 0 for a range whose checksum is not needed, and meaningless for a range of `errors`.
+        """
+        crcs = self._crcs.copy()
+        for range_index, range_crcs in self._cut_crcs.items():
+            crcs[range_index] = range_crcs.crc32()
+        return crcs
+
+    def outcome(self, range_index: int) -> int | HoldfastError:
+        """Return the CRC-32 of a range as in `crcs`, or the error if it cannot be read."""
+        error = self.errors.get(range_index)
         if error is not None:
             return error
-        sums = self._sums.get(number)
-        return int(self._whole[number]) if sums is None else sums.crc32()
+        range_crcs = self._cut_crcs.get(range_index)
+        return self._crcs.item(range_index) if range_crcs is None else range_crcs.crc32()
 
-    def crc32(self, number: int, *, name: str) -> int:
-        """The CRC of a range; raises what kept it from being read, as an error of the tensor of this name."""
-        outcome = self.outcome(number)
+    def crc32(self, range_index: int, *, name: str) -> int:
+        """Return the CRC-32 of a range, or raise the error as one of the tensor with this name."""
+        outcome = self.outcome(range_index)
         if isinstance(outcome, HoldfastError):
-            # Not the one that is kept: it would keep this frame, and all above it.
-            del self.errors[number]
+            # A raised error refers to this frame and all frames above it. If this object or a
+            # variable also kept the error, their memory would not be freed.
+            del self.errors[range_index]
             with error_context(tensor=name):
                 try:
                     raise outcome
@@ -212,64 +253,97 @@ class RangeSums:
 
 
 def find_whole_storages(requests: Sequence[Request]) -> dict[Storage, str]:
-    """The storages that record a checksum and will be read from end to end, with the tensor that reads them."""
-    found: dict[Storage, str] = {}
+    """Find the storages that requests read completely and whose checksum is recorded.
+
+    Returns:
+        For each storage the name of the first tensor that reads it.
+    """
+    tensor_names: dict[Storage, str] = {}
     for request in requests:
         tensor = request.tensor
         for chunk in tensor.chunks:
             storage = chunk.storage
-            if storage.crc32 is None or storage in found or not storage.nbytes:
+            if storage.crc32 is None or storage in tensor_names or not storage.nbytes:
                 continue
-            fills_storage = chunk.box.count * tensor.dtype.bits == storage.nbytes * 8
-            if fills_storage and chunk.byte_range(tensor.dtype) == (0, storage.nbytes):
-                found[storage] = tensor.name
-    return found
+            has_all_elements = chunk.box.count * tensor.dtype.bits == storage.nbytes * 8
+            if has_all_elements and chunk.byte_range(tensor.dtype) == (0, storage.nbytes):
+                tensor_names[storage] = tensor.name
+    return tensor_names
 
 
 class StorageChecks:
-    """Collects block checksums from many threads; `finish` raises for the first storage that is damaged."""
+    """Compares the checksums of storages whose blocks are read by several threads, in any order."""
 
-    def __init__(self, storages: dict[Storage, str]) -> None:
-        self._storages = storages
-        self._sums = {storage: BlockCrcs() for storage in storages}
+    def __init__(self, tensor_names: Mapping[Storage, str]) -> None:
+        """Expect the blocks of storages, each with the name of a tensor for errors."""
+        self._tensor_names = tensor_names
+        self._crcs = {storage: BlockCrcs() for storage in tensor_names}
 
-    def wants(self, storage: Storage) -> bool:
-        return storage in self._sums
+    def has_storage(self, storage: Storage) -> bool:
+        """Return whether the blocks of a storage should be added."""
+        return storage in self._crcs
 
     def add(self, storage: Storage, start: int, data: memoryview) -> None:
-        sums = self._sums.get(storage)
-        if sums is not None:
-            sums.add(start - storage.start, data)
+        """Add a block of a storage, if its storage is expected.
 
-    def damaged(self) -> Iterable[tuple[Storage, str, int]]:
-        """The storages whose blocks are all here and do not sum to the record: with the tensor and what was found."""
-        for storage, sums in self._sums.items():
-            if sums.is_complete(storage.nbytes) and (found := sums.crc32()) != storage.crc32:
-                yield storage, self._storages[storage], found
+        Args:
+            storage: The storage.
+            start: The first byte of the block in the file.
+            data: The bytes of the block.
+        """
+        crcs = self._crcs.get(storage)
+        if crcs is not None:
+            crcs.add(start - storage.start, data)
 
     def finish(self) -> None:
-        for storage, tensor, found in self.damaged():
-            raise build_damage_error(storage, tensor, found)
+        """Compare the checksums of all storages whose blocks have all been added.
+
+        Raises:
+            Corrupted: A storage does not have the checksum that its file records.
+        """
+        for storage, crcs in self._crcs.items():
+            if not crcs.is_complete(storage.nbytes):
+                continue
+            crc = crcs.crc32()
+            if crc != storage.crc32:
+                raise build_damage_error(storage, self._tensor_names[storage], crc)
 
 
 def build_damage_error(storage: Storage, tensor: str, found: int) -> Corrupted:
+    """Return the error for a storage with a wrong checksum.
+
+    Args:
+        storage: The storage, with the checksum that its file records.
+        tensor: The name of a tensor over it.
+        found: The checksum of the bytes that were read.
+    """
     return Corrupted(
-        f"the {storage.nbytes:,} bytes of {storage.label or 'this tensor'} do not have the checksum that the file records: "
-        "they changed after they were written; get the file again, or read it anyway in Python with "
-        "holdfast.open(path, verify=False)",
-        file=storage.key, tensor=tensor, offset=storage.start, expected=storage.crc32, found=found,
-    )  # fmt: skip
+        f"the {storage.nbytes:,} bytes of {storage.label or 'this tensor'} do not have the checksum "
+        "that the file records: they changed after they were written; get the file again, or read "
+        "it anyway in Python with holdfast.open(path, verify=False)",
+        file=storage.key,
+        tensor=tensor,
+        offset=storage.start,
+        expected=storage.crc32,
+        found=found,
+    )
 
 
 def check_before_reading(requests: Sequence[Request]) -> None:
-    """Compare the checksums of what these requests will read whole, before any of it is read to its place. Raises `Corrupted` for
-    the first storage that is damaged. It is one more reading, of the page cache where memory allows."""
-    for source, mine in group_by_source(requests).items():
-        storages = find_whole_storages(mine)
-        sweep = RangeSums(
-            source.store, [SweptRange(one.key, one.start, one.nbytes) for one in storages]
-        )
-        run_reads(sweep.tasks(), DEFAULT_THREADS, stores=[source.store])
-        for number, (storage, tensor) in enumerate(storages.items()):
-            if (found := sweep.crc32(number, name=tensor)) != storage.crc32:
-                raise build_damage_error(storage, tensor, found)
+    """Compare the checksums of all storages that requests read completely.
+
+    A load into existing tensors calls this first, so that no tensor changes if one is damaged. It
+    reads the bytes once more, usually from the page cache.
+
+    Raises:
+        Corrupted: A storage does not have the checksum that its file records.
+    """
+    for source, source_requests in group_by_source(requests).items():
+        tensor_names = find_whole_storages(source_requests)
+        places = [(storage.key, storage.start, storage.nbytes) for storage in tensor_names]
+        sums = RangeSums(source.store, Ranges.from_tuples(places))
+        run_reads(sums.tasks(), DEFAULT_THREADS, stores=[source.store])
+        for index, (storage, tensor_name) in enumerate(tensor_names.items()):
+            crc = sums.crc32(index, name=tensor_name)
+            if crc != storage.crc32:
+                raise build_damage_error(storage, tensor_name, crc)

@@ -31,7 +31,8 @@ from holdfast.engine.blocks import (
     read_block,
     split_into_blocks,
 )
-from holdfast.engine.checksums import Progress, RangeSums, SweptRange
+from holdfast.engine.checksums import Progress, RangeSums
+from holdfast.engine.coalesce import Ranges
 from holdfast.engine.threads import DEFAULT_THREADS, run_reads
 from holdfast.errors import error_context
 
@@ -102,7 +103,7 @@ def compute_crcs(
     known = [find_recorded_crc(t) if recorded else None for t in tensors]
     firsts: dict[ViewIdentity, int] = {}
     alias_of: dict[int, int] = {}
-    swept: dict[Store, tuple[list[int], list[SweptRange]]] = {}
+    swept: dict[Store, tuple[list[int], list[tuple[str, int, int]]]] = {}
     parts: dict[int, BlockCrcs] = {}
     work: list[Callable[[], None]] = []
     for i, tensor in enumerate(tensors):
@@ -120,14 +121,17 @@ def compute_crcs(
         if place is not None and find_bytes_in_memory(tensor) is None:
             numbers, ranges = swept.setdefault(tensor.source.store, ([], []))
             numbers.append(i)
-            ranges.append(SweptRange(place[0], place[1], tensor.nbytes))
+            ranges.append((*place, tensor.nbytes))
         else:
             parts[i] = BlockCrcs()
             work += [
                 _block_task(piece, tensor.name, parts[i], progress)
                 for piece in split_into_blocks(tensor, BLOCK_NBYTES)
             ]
-    sweeps = [(numbers, RangeSums(store, ranges)) for store, (numbers, ranges) in swept.items()]
+    sweeps = [
+        (numbers, RangeSums(store, Ranges.from_tuples(ranges)))
+        for store, (numbers, ranges) in swept.items()
+    ]
     for _, sweep in sweeps:
         work += sweep.tasks(progress)
     if work:

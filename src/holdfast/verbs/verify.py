@@ -514,8 +514,8 @@ class Verification:
         (own,) = near.nonzero()
         filled = stored.ranges.select(near)
         between = find_gaps(filled, {key: store.size(key) for key in keys})
-        summed = np.append(stored.crcs[own] != NO_CRC, np.zeros(len(between), np.bool_))
-        sweep = RangeSums(store, Ranges.concatenate([filled, between]), summed=summed)
+        needs_crc = np.append(stored.crcs[own] != NO_CRC, np.zeros(len(between), np.bool_))
+        sweep = RangeSums(store, Ranges.concatenate([filled, between]), needs_crc=needs_crc)
         work, stores = sweep.tasks(self._progress), [store]
         # What is computed from the files (inflated items) is read through what computes it, and what lies beside
         # the file (external data of ONNX) in its folder.
@@ -524,7 +524,7 @@ class Verification:
             in_other = stored.in_store(other)
             (numbers,) = in_other.nonzero()
             other_sweep = RangeSums(
-                other, stored.ranges.select(in_other), summed=stored.crcs[numbers] != NO_CRC
+                other, stored.ranges.select(in_other), needs_crc=stored.crcs[numbers] != NO_CRC
             )
             other_sweeps.append((numbers, other_sweep))
             stores.append(other)
