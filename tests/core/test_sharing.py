@@ -18,7 +18,7 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.sharing import (
-    find_overlaps,
+    find_overlapping_pairs,
     find_shared_rows,
     find_ties,
     group_overlapping_ranges,
@@ -74,7 +74,7 @@ def by_storage(tensors: dict[str, LazyTensor], *, stored_aliases: bool = False) 
     assert [*found.values()] == [*expected.values()]
     assert shared.total_nbytes() == sum(storage.nbytes for storage in expected)
     several = [
-        (shared.storage_of(number, table.lazy_tensor(rows[0]), rows[0]), rows)
+        (shared.find_storage(number, table.lazy_tensor(rows[0]), rows[0]), rows)
         for number, rows in shared.groups()
     ]
     told = [(storage, [table.names[row] for row in rows]) for storage, rows in several]
@@ -278,7 +278,7 @@ def test_disjoint_groups_are_what_hangs_together(pairs, touching):
 
 @given(spans)
 def test_overlaps_are_found_whenever_there_are_any(pairs):
-    found = list(find_overlaps((*pair, i) for i, pair in enumerate(pairs)))
+    found = list(find_overlapping_pairs((*pair, i) for i, pair in enumerate(pairs)))
     truth = {
         frozenset(p) for p in combinations(range(len(pairs)), 2) if _meet(pairs[p[0]], pairs[p[1]])
     }

@@ -48,7 +48,7 @@ def find_aliases(table: Table, shared: SharedRows) -> tuple[Alias, ...]:
     aliases: list[Alias] = []
     for storage_id, rows in shared.groups():
         first_row = rows[0]
-        storage = shared.storage_of(storage_id, table.lazy_tensor(first_row), first_row)
+        storage = shared.find_storage(storage_id, table.lazy_tensor(first_row), first_row)
         aliases.append(Alias(tuple([table.names[row] for row in rows]), storage))
     return tuple(aliases)
 

@@ -28,7 +28,7 @@ from msgspec import Struct
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides, is_c_ordered
 from holdfast.core.dtype import DTYPES, DType
-from holdfast.core.sharing import find_overlaps
+from holdfast.core.sharing import find_overlapping_pairs
 from holdfast.core.table import RowKind
 from holdfast.core.tensor import PLAIN_TRAITS, LazyTensor, Traits
 from holdfast.core.value import Value, replace
@@ -198,7 +198,7 @@ class StorageRecords:
         return [
             pair
             for group in several
-            for pair in find_overlaps((*record.reached(), record) for record in group)
+            for pair in find_overlapping_pairs((*record.reached(), record) for record in group)
         ]
 
 

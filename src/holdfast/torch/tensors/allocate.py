@@ -392,7 +392,7 @@ def plan_regions(tensors: Mapping[str, LazyTensor], *, keep_expanded: bool = Fal
     shared, names = find_shared_rows([table]), table.names
     for number, rows in shared.groups():
         lazies = {names[row]: table.lazy_tensor(row) for row in rows}
-        storage = shared.storage_of(number, lazies[names[rows[0]]], rows[0])
+        storage = shared.find_storage(number, lazies[names[rows[0]]], rows[0])
         members = {name: tensor for name, tensor in lazies.items() if _viewable(tensor)}
         for region in _regions(members, storage, originals=tensors, notes=regions.notes):
             regions.by_name.update(dict.fromkeys(region.views, region))

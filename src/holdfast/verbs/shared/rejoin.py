@@ -28,7 +28,7 @@ from holdfast.core.chunk import Storage, has_overlapping_elements
 from holdfast.core.dtype import WIDEST_NBYTES
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.protocols import Request, Stamp, State
-from holdfast.core.sharing import find_overlaps, find_shared_rows
+from holdfast.core.sharing import find_overlapping_pairs, find_shared_rows
 from holdfast.core.tensor import AliasView, LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.computed import SourcedStore
@@ -263,7 +263,7 @@ def _assemble(tensors: list[LazyTensor], assembled: Assembled, limits: Limits) -
     if reached > max(limits.expansion * nbytes, limits.expansion_floor_nbytes):
         parts = f"{shown} are {nbytes:,} bytes of a storage of {reached:,}"
         return f"{parts}; they are written apart (Limits(expansion=…) allows the whole of it)"
-    overlap = any(find_overlaps((copy.offset, copy.stop, None) for copy in filled)) or any(
+    overlap = any(find_overlapping_pairs((copy.offset, copy.stop, None) for copy in filled)) or any(
         has_overlapping_elements(copy.tensor.shape, copy.strides, copy.width) for copy in filled
     )
     if overlap and not assembled.agrees(storage.key):
