@@ -196,9 +196,12 @@ def test_damage_of_a_name_with_half_of_a_surrogate_pair_is_named_on_all_ranks(tm
 
 
 def test_an_error_of_reading_with_half_of_a_surrogate_pair_reaches_all_ranks():
-    failed = {3: ("StoreError", f"{HALF}: Input/output error")}
-    message = write_document(checksums.SWEPT, ([b"", b"", b""], failed))
-    assert read_document(checksums.SWEPT, message)[1] == failed
+    errors = {3: ("StoreError", f"{HALF}: Input/output error")}
+    sent = checksums.RankChecksums(b"", b"", b"", errors)
+
+    message = write_document(checksums.RANK_CHECKSUMS, sent)
+
+    assert read_document(checksums.RANK_CHECKSUMS, message).errors == errors
 
 
 def save_twice(folder: Path, name: str) -> list[Path]:
