@@ -160,7 +160,7 @@ def test_any_storage_of_an_array_gives_its_digest(stored):
     tensor = LazyTensor("t", dtype, array.shape, chunks, source)
     crc = zlib.crc32(array.tobytes())
     assert tensor.digest() == Digest(dtype, array.shape, crc)
-    assert compute_crcs([tensor, tensor], recorded=False) == [crc, crc]
+    assert compute_crcs([tensor, tensor], use_recorded=False) == [crc, crc]
 
 
 def sharded(axis: int) -> tuple[CountingStore, LazyTensor, np.ndarray]:

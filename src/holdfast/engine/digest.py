@@ -1,17 +1,22 @@
-"""The CRC-32 of a tensor's elements in C order: from the file's own records where they say it, else from the bytes, in parallel.
+"""Computes CRC-32 and content hashes of the elements of tensors, in C order.
 
-A tensor takes the cheapest way that it can: the file's record of exactly these bytes; the records of its pieces, where these are
-consecutive in C order (shards of rows); one pass over its bytes, where they lie in one piece of one file or in memory; else it is
-read piece by piece, in C order (strides, shards of columns, big-endian, conjugated).
+The CRC-32 of a tensor is found in the cheapest possible way:
 
-Content hashes (`core.content_hash`) say which tensors are what they were. The first 64 KiB of each are looked at; where they
-differ, nothing more is read. The others are read from end to end, in parallel, and hashed. So a run in which everything changes
-pays for the heads alone.
+1. The file records it for exactly these bytes.
+2. The file records it for several chunks that are consecutive in C order, such as shards of rows. The
+   checksums are combined.
+3. The elements are one range of a file, or are in memory: that range is read from start to end.
+4. In all other cases the elements are read in C order, block by block. This is necessary for strides,
+   shards of columns, other byte orders and conjugated tensors.
+
+Content hashes (`core/content_hash.py`) tell which tensors have changed since an older checkpoint. The
+first 64 KiB of each tensor, its head, are compared first. Only tensors with an equal head are read
+completely. So if everything changes, only the heads are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
@@ -39,131 +44,174 @@ from holdfast.errors import error_context
 if TYPE_CHECKING:
     from holdfast.core.content_hash import HashAndHead  # it imports a library, for those who save
 
-BLOCK_NBYTES = (
-    8 << 20
-)  # Bytes of a piece: enough rows of a strided tensor that neighbouring runs are read together.
+BLOCK_NBYTES = 8 << 20
+"""The bytes of a block that is read for a checksum. It has enough rows of a tensor with strides that
+neighboring ranges are read together."""
+
+HASH_BLOCK_NBYTES = 4 << 20
+"""The bytes of a block that is read for a hash, and of several small ones that one task reads."""
+
+MAX_TASK_BLOCKS = 64
+"""The most small blocks that one task reads for hashes."""
+
+MAX_TASK_ROWS = 4096
+"""The most rows of a table that one task reads for hashes."""
+
+NamedBlock = tuple[str, ContiguousBlock]
+"""A block of a tensor, with the name of the tensor."""
 
 
 def find_recorded_crc(tensor: LazyTensor) -> int | None:
-    """The checksum, where the file records it for exactly these bytes, in one piece or in several; else None."""
+    """Return the CRC-32 of a tensor from the records of its file, without reading data.
+
+    Returns:
+        None if the file does not record checksums of exactly these bytes.
+    """
     if tensor.traits.meta:
         return None
     if tensor.size == 0:
         return 0
     if len(tensor.chunks) > 1:
-        return _recorded_pieces(tensor)
+        return _combine_recorded_crcs(tensor)
     if find_contiguous_bytes(tensor) is None:
         return None
     (chunk,) = tensor.chunks
     storage = chunk.storage
-    return storage.crc32 if chunk.offset == 0 and storage.nbytes == tensor.nbytes else None
+    is_whole_storage = chunk.offset == 0 and storage.nbytes == tensor.nbytes
+    return storage.crc32 if is_whole_storage else None
 
 
-def _recorded_pieces(tensor: LazyTensor) -> int | None:
+def _combine_recorded_crcs(tensor: LazyTensor) -> int | None:
+    """Combine the recorded checksums of the chunks of a tensor, if each is consecutive in C order."""
     if tensor.traits.conj or tensor.traits.neg:
         return None
-    sums, nbytes = BlockCrcs(), 0
+    chunk_crcs = BlockCrcs()
+    total_nbytes = 0
     for chunk in tensor.chunks:
         if chunk.box.count == 0:
             continue
-        crc, start = chunk.storage.crc32, _run_start(chunk, tensor)
+        crc = chunk.storage.crc32
+        start = _find_chunk_start(chunk, tensor)
         if crc is None or start is None:
             return None
-        sums.add_crc(start, chunk.storage.nbytes, crc)
-        nbytes += chunk.storage.nbytes
-    # A piece that is there twice takes one place, and shows in the length.
-    return sums.crc32() if nbytes == tensor.nbytes and sums.is_complete(nbytes) else None
+        chunk_crcs.add_crc(start, chunk.storage.nbytes, crc)
+        total_nbytes += chunk.storage.nbytes
+
+    # Of two chunks with one start only one is in `chunk_crcs`, but the total counts both.
+    if total_nbytes != tensor.nbytes or not chunk_crcs.is_complete(total_nbytes):
+        return None
+    return chunk_crcs.crc32()
 
 
-def _run_start(chunk: Chunk, tensor: LazyTensor) -> int | None:
-    """The byte of the tensor's C order where a chunk begins that fills its storage and is one run of it; else None."""
-    dtype, storage = tensor.dtype, chunk.storage
+def _find_chunk_start(chunk: Chunk, tensor: LazyTensor) -> int | None:
+    """Return where the bytes of a chunk start among the bytes of its tensor in C order.
+
+    Returns:
+        None unless the storage of the chunk has exactly these bytes, and they are consecutive.
+    """
+    dtype = tensor.dtype
+    storage = chunk.storage
     if storage.byteorder != "little" and dtype.swap_nbytes > 1:
         return None
     if chunk.offset != 0 or chunk.box.count * dtype.bits != storage.nbytes * 8:
         return None
     if not is_c_ordered(chunk.shape, chunk.strides, dtype.bits):
         return None
-    # One run: single rows, then part of one dimension, then whole dimensions.
-    cut = next((d for d, n in enumerate(chunk.shape) if n > 1), tensor.ndim)
-    if chunk.shape[cut + 1 :] != tensor.shape[cut + 1 :]:
+
+    # A consecutive box has length 1 in its first dimensions, any length in the next one, and the
+    # full length in all others.
+    cut_axis = 0
+    while cut_axis < tensor.ndim and chunk.shape[cut_axis] <= 1:
+        cut_axis += 1
+    if chunk.shape[cut_axis + 1 :] != tensor.shape[cut_axis + 1 :]:
         return None
-    start = sum(
-        a * s for a, s in zip(chunk.box.start, c_strides(tensor.shape, dtype.bits), strict=True)
-    )
-    return start // 8 if start % 8 == 0 else None
+
+    strides = c_strides(tensor.shape, dtype.bits)
+    start_bit = sum(a * b for a, b in zip(chunk.box.start, strides, strict=True))
+    return start_bit // 8 if start_bit % 8 == 0 else None
 
 
 def compute_crcs(
-    tensors: Sequence[LazyTensor], *, recorded: bool = True, threads: int | None = None, progress: Progress | None = None,
-    expand: bool = False,
-) -> list[int]:  # fmt: skip
-    """One checksum a tensor. With `recorded=False` every byte is read, whatever the file says of it. Raises `LimitExceeded` for an
-    expanded view whose elements are many more than were stored, unless it may `expand`."""
-    known = [find_recorded_crc(t) if recorded else None for t in tensors]
-    firsts: dict[ViewIdentity, int] = {}
-    alias_of: dict[int, int] = {}
-    swept: dict[Store, tuple[list[int], list[tuple[str, int, int]]]] = {}
-    parts: dict[int, BlockCrcs] = {}
-    work: list[Callable[[], None]] = []
-    for i, tensor in enumerate(tensors):
-        if known[i] is not None:
+    tensors: Sequence[LazyTensor],
+    *,
+    use_recorded: bool = True,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    allow_expansion: bool = False,
+) -> list[int]:
+    """Return the CRC-32 of each tensor.
+
+    Args:
+        tensors: The tensors. Tied tensors are read once.
+        use_recorded: Whether to use checksums that the files record. Otherwise everything is read.
+        threads: The number of threads.
+        progress: Called with the bytes that were read.
+        allow_expansion: Whether an expanded view may have many more elements than are stored.
+
+    Raises:
+        LimitExceeded: An expanded view has too many elements.
+    """
+    crcs: dict[int, int] = {}
+    index_of_view: dict[ViewIdentity, int] = {}
+    same_view: dict[int, int] = {}
+    for index, tensor in enumerate(tensors):
+        recorded_crc = find_recorded_crc(tensor) if use_recorded else None
+        if recorded_crc is not None:
+            crcs[index] = recorded_crc
             continue
-        # Tied weights are read once.
-        first = firsts.setdefault(identify_view(tensor), i)
-        if first != i:
-            alias_of[i] = first
-            continue
-        if not expand:
+        same_view[index] = index_of_view.setdefault(identify_view(tensor), index)
+        if same_view[index] == index and not allow_expansion:
             with error_context(tensor=tensor.name):
                 tensor.check_expansion()
+
+    read_indices = [*index_of_view.values()]
+    read_crcs = _read_crcs([tensors[index] for index in read_indices], threads, progress)
+    crcs.update(zip(read_indices, read_crcs, strict=True))
+    return [crcs[same_view.get(index, index)] for index in range(len(tensors))]
+
+
+def _read_crcs(
+    tensors: Sequence[LazyTensor], threads: int | None, progress: Progress | None
+) -> list[int]:
+    """Read the bytes of tensors, and return the CRC-32 of each."""
+    ranges_by_store: dict[Store, dict[int, tuple[str, int, int]]] = {}
+    block_crcs: dict[int, BlockCrcs] = {}
+    tasks: list[Callable[[], None]] = []
+    for index, tensor in enumerate(tensors):
         place = find_contiguous_bytes(tensor)
         if place is not None and find_bytes_in_memory(tensor) is None:
-            numbers, ranges = swept.setdefault(tensor.source.store, ([], []))
-            numbers.append(i)
-            ranges.append((*place, tensor.nbytes))
-        else:
-            parts[i] = BlockCrcs()
-            work += [
-                _block_task(piece, tensor.name, parts[i], progress)
-                for piece in split_into_blocks(tensor, BLOCK_NBYTES)
-            ]
-    sweeps = [
-        (numbers, RangeSums(store, Ranges.from_tuples(ranges)))
-        for store, (numbers, ranges) in swept.items()
-    ]
-    for _, sweep in sweeps:
-        work += sweep.tasks(progress)
-    if work:
-        run_reads(
-            work, threads or DEFAULT_THREADS, stores=[tensor.source.store for tensor in tensors]
-        )
-    for numbers, sweep in sweeps:
-        for position, i in enumerate(numbers):
-            known[i] = sweep.crc32(position, name=tensors[i].name)
-    for i, sums in parts.items():
-        known[i] = sums.crc32()
-    return [known[alias_of.get(i, i)] or 0 for i in range(len(tensors))]
+            ranges = ranges_by_store.setdefault(tensor.source.store, {})
+            ranges[index] = (*place, tensor.nbytes)
+            continue
+        block_crcs[index] = BlockCrcs()
+        for block in split_into_blocks(tensor, BLOCK_NBYTES):
+            tasks.append(partial(_add_block, block, tensor.name, block_crcs[index], progress))
+
+    sums_by_store: dict[Store, RangeSums] = {}
+    for store, ranges in ranges_by_store.items():
+        sums = RangeSums(store, Ranges.from_tuples([*ranges.values()]))
+        sums_by_store[store] = sums
+        tasks += sums.tasks(progress)
+    if tasks:
+        stores = [tensor.source.store for tensor in tensors]
+        run_reads(tasks, threads or DEFAULT_THREADS, stores=stores)
+
+    crcs = {index: sums.crc32() for index, sums in block_crcs.items()}
+    for store, sums in sums_by_store.items():
+        for range_index, index in enumerate(ranges_by_store[store]):
+            crcs[index] = sums.crc32(range_index, name=tensors[index].name)
+    return [crcs[index] for index in range(len(tensors))]
 
 
-def _block_task(
-    piece: ContiguousBlock, name: str, sums: BlockCrcs, progress: Progress | None
-) -> Callable[[], None]:
-    def run() -> None:
-        with error_context(tensor=name):
-            data = read_block(piece)
-        sums.add(piece.start, data)
-        if progress is not None:
-            progress(data.nbytes)
-
-    return run
-
-
-HASHED_NBYTES = 4 << 20
-
-BATCH = 4096
-
-TOGETHER = 64
+def _add_block(
+    block: ContiguousBlock, name: str, crcs: BlockCrcs, progress: Progress | None
+) -> None:
+    """Read a block of a tensor, and add its checksum to those of the tensor."""
+    with error_context(tensor=name):
+        data = read_block(block)
+    crcs.add(block.start, data)
+    if progress is not None:
+        progress(data.nbytes)
 
 
 def find_unchanged(
@@ -173,103 +221,130 @@ def find_unchanged(
     threads: int | None = None,
     block: int | None = None,
 ) -> tuple[set[str], set[str]]:
-    """The names of the tensors that have the hash that is recorded for them, and of those that have another head. Each name has a
-    record. One without a hash is in neither where the head is the same: it may have changed, or not."""
-    heads = _heads(
-        {name: tensors[name] for name, known in recorded.items() if known.head is not None}, threads
-    )
+    """Compare tensors with content hashes that an older checkpoint records.
+
+    Args:
+        tensors: The tensors by name.
+        recorded: The recorded hash or head, or both, of each tensor.
+        threads: The number of threads.
+        block: The most bytes that a thread reads at a time.
+
+    Returns:
+        The names of the tensors with an equal hash, and the names of those with another head. A
+        tensor with an equal head and without a recorded hash is in neither of them.
+    """
+    with_head = {name: tensors[name] for name, known in recorded.items() if known.head is not None}
+    heads = _compute_heads(with_head, threads)
     changed = {name for name, head in heads.items() if head != recorded[name].head}
-    likely = {
-        name: tensors[name]
-        for name, known in recorded.items()
-        if name not in changed and known.hash is not None
-    }
-    found = compute_hashes(likely, threads=threads, block=block)
-    return {name for name, hashed in found.items() if hashed.hash == recorded[name].hash}, changed
+
+    candidates: dict[str, LazyTensor] = {}
+    for name, known in recorded.items():
+        if name not in changed and known.hash is not None:
+            candidates[name] = tensors[name]
+    hashes = compute_hashes(candidates, threads=threads, block=block)
+    unchanged = {name for name, hashed in hashes.items() if hashed.hash == recorded[name].hash}
+    return unchanged, changed
 
 
 def find_unchanged_rows(
     table: Table, recorded: Mapping[int, int], *, threads: int | None = None
 ) -> set[int]:
-    """The plain rows of a table, none longer than a head, that have the hash that is recorded for them."""
+    """Return the rows of a table that have the content hash that is recorded for them.
+
+    Args:
+        table: The table.
+        recorded: The hash of each row. All rows are whole, and no longer than a head.
+        threads: The number of threads.
+    """
     from holdfast.core.content_hash import hash_small_pieces
 
-    found: set[int] = set()
-    rows = [*recorded]
+    unchanged: set[int] = set()
 
-    def compare(some: Sequence[int]) -> None:
-        found.update(
-            [
-                row
-                for row, now in zip(some, hash_small_pieces(table.read_bytes(some)), strict=True)
-                if now == recorded[row]
-            ]
-        )
+    def compare(rows: Sequence[int]) -> None:
+        hashes = hash_small_pieces(table.read_bytes(rows))
+        pairs = zip(rows, hashes, strict=True)
+        unchanged.update([row for row, row_hash in pairs if row_hash == recorded[row]])
 
-    work = [partial(compare, rows[first : first + BATCH]) for first in range(0, len(rows), BATCH)]
-    run_reads(work, threads or DEFAULT_THREADS, stores=table.stores)
-    return found
+    all_rows = [*recorded]
+    tasks: list[Callable[[], None]] = []
+    for first in range(0, len(all_rows), MAX_TASK_ROWS):
+        tasks.append(partial(compare, all_rows[first : first + MAX_TASK_ROWS]))
+    run_reads(tasks, threads or DEFAULT_THREADS, stores=table.stores)
+    return unchanged
 
 
 def compute_hashes(
     tensors: Mapping[str, LazyTensor], *, threads: int | None = None, block: int | None = None
 ) -> dict[str, HashAndHead]:
-    """The hash of each tensor. Every byte is read once; memory beyond the tensors is a few blocks a thread."""
-    pieces = (
-        (name, piece)
-        for name, one in tensors.items()
-        for piece in split_into_blocks(one, choose_block_nbytes(one, block or HASHED_NBYTES))
-    )
-    return _hashed(tensors, pieces, threads, whole=True)
+    """Return the content hash of each tensor. Every byte is read once.
+
+    Args:
+        tensors: The tensors by name.
+        threads: The number of threads. Each needs memory for a few blocks.
+        block: The most bytes that a thread reads at a time.
+    """
+
+    def list_blocks() -> Iterator[NamedBlock]:
+        for name, tensor in tensors.items():
+            block_nbytes = choose_block_nbytes(tensor, block or HASH_BLOCK_NBYTES)
+            for tensor_block in split_into_blocks(tensor, block_nbytes):
+                yield name, tensor_block
+
+    return _hash_blocks(tensors, list_blocks(), threads, needs_hash=True)
 
 
-def _heads(tensors: Mapping[str, LazyTensor], threads: int | None) -> dict[str, int | None]:
+def _compute_heads(tensors: Mapping[str, LazyTensor], threads: int | None) -> dict[str, int | None]:
+    """Return the CRC-32 of the first bytes of each tensor, and read nothing else."""
     from holdfast.core.content_hash import HEAD_NBYTES
 
-    begins = (
-        (
-            name,
-            takewhile(lambda piece: piece.start < HEAD_NBYTES, split_into_blocks(one, HEAD_NBYTES)),
-        )
-        for name, one in tensors.items()
-    )
-    found = _hashed(
-        tensors, ((name, piece) for name, some in begins for piece in some), threads, whole=False
-    )
-    return {name: hashed.head for name, hashed in found.items()}
+    def list_blocks() -> Iterator[NamedBlock]:
+        for name, tensor in tensors.items():
+            blocks = split_into_blocks(tensor, HEAD_NBYTES)
+            for block in takewhile(lambda block: block.start < HEAD_NBYTES, blocks):
+                yield name, block
+
+    hashes = _hash_blocks(tensors, list_blocks(), threads, needs_hash=False)
+    return {name: hashed.head for name, hashed in hashes.items()}
 
 
-def _hashed(
+def _hash_blocks(
     tensors: Mapping[str, LazyTensor],
-    pieces: Iterable[tuple[str, ContiguousBlock]],
+    blocks: Iterable[NamedBlock],
     threads: int | None,
     *,
-    whole: bool,
+    needs_hash: bool,
 ) -> dict[str, HashAndHead]:
-    """What `pieces` of tensors, each under the name of its tensor, say of each: its hash, or its head alone."""
+    """Read blocks of tensors, and return the hash of each tensor or only its head.
+
+    Args:
+        tensors: The tensors by name.
+        blocks: All of their blocks, or those of the heads.
+        threads: The number of threads.
+        needs_hash: Whether the hashes are computed, and not only the heads.
+    """
     from holdfast.core.content_hash import ContentHasher
 
-    contents = {
-        name: ContentHasher(tensor.nbytes, needs_hash=whole) for name, tensor in tensors.items()
-    }
+    hashers: dict[str, ContentHasher] = {}
+    for name, tensor in tensors.items():
+        hashers[name] = ContentHasher(tensor.nbytes, needs_hash=needs_hash)
 
-    def add(some: Sequence[tuple[str, ContiguousBlock]]) -> None:
-        for name, piece in some:
-            with error_context(tensor=name), lend_block(piece) as data:
-                contents[name].add(piece.start, data)
+    def add_blocks(named_blocks: Sequence[NamedBlock]) -> None:
+        for name, block in named_blocks:
+            with error_context(tensor=name), lend_block(block) as data:
+                hashers[name].add(block.start, data)
 
-    work: list[Callable[[], None]] = []
-    some: list[tuple[str, ContiguousBlock]] = []
-    for piece in pieces:
-        some.append(piece)
-        if len(some) == TOGETHER or sum([piece.nbytes for _, piece in some]) >= HASHED_NBYTES:
-            work.append(partial(add, some))
-            some = []
-    if some:
-        work.append(partial(add, some))
-    run_reads(
-        work,
-        threads or DEFAULT_THREADS,
-        stores=[tensor.source.store for tensor in tensors.values()],
-    )
-    return {name: content.result() for name, content in contents.items()}
+    tasks: list[Callable[[], None]] = []
+    task_blocks: list[NamedBlock] = []
+    task_nbytes = 0
+    for name, block in blocks:
+        task_blocks.append((name, block))
+        task_nbytes += block.nbytes
+        if len(task_blocks) == MAX_TASK_BLOCKS or task_nbytes >= HASH_BLOCK_NBYTES:
+            tasks.append(partial(add_blocks, task_blocks))
+            task_blocks = []
+            task_nbytes = 0
+    if task_blocks:
+        tasks.append(partial(add_blocks, task_blocks))
+    stores = [tensor.source.store for tensor in tensors.values()]
+    run_reads(tasks, threads or DEFAULT_THREADS, stores=stores)
+    return {name: hasher.result() for name, hasher in hashers.items()}

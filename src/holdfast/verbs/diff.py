@@ -641,7 +641,7 @@ class Comparison:
         def sums(numbers: list[int]) -> list[int]:
             own = [both[number] for number in numbers]
             return compute_crcs(
-                own, recorded=not self._exact, threads=self._threads, progress=progress
+                own, use_recorded=not self._exact, threads=self._threads, progress=progress
             )
 
         crcs = divide_work(self._ranks, [tensor.nbytes for tensor in both], sums, int)

@@ -74,7 +74,7 @@ def replica_sums(table: Table, *, threads: int) -> bytes:
         elif isinstance(source, GpuSource) or source.store.read_profile.is_in_memory:
             host[name] = tensor
     some = sum(tensor.nbytes for tensor in host.values()) > ALONE_NBYTES
-    crcs = compute_crcs(list(host.values()), threads=threads if some else 1, expand=True)
+    crcs = compute_crcs(list(host.values()), threads=threads if some else 1, allow_expansion=True)
     sums_by_name |= {name: (crc,) for name, crc in zip(host, crcs, strict=True)}
     sums_by_name |= {
         name: (hashlib.blake2b(sums, digest_size=16).digest(),) for name, sums in _fetched(gpu)
