@@ -53,13 +53,19 @@ WORDS = {
 
 CLASSES = {
     "Copy": "StoredCopy",
+    "Extent": "StorageRange",
+    "Hashed": "HashAndHead",
+    "Matched": "RowMatches",
     "Medium": "ReadProfile",
+    "Met": "Overlaps",
     "Part": "LayoutPart",
     "Piece": "BytesLike, or a name that says what it is a piece of",
     "Read": "JoinedRead",
+    "Sent": "PortableMethod",
     "Share": "WriteTask",
     "Shares": "BlockSizes, ReadAssignments",
     "Stretch": "RowRun",
+    "Sums": "BlockCrcs",
 }
 """Everyday words that were names of classes with different meanings, and the names that replaced them."""
 

@@ -25,7 +25,7 @@ class Caught:
         self.wanted = True
         self.numbers: list[int] = []
         self.override = SignalOverride(
-            lambda number, frame: self.numbers.append(number), wanted=lambda: self.wanted
+            lambda number, frame: self.numbers.append(number), is_wanted=lambda: self.wanted
         )
 
 

@@ -25,7 +25,7 @@ from holdfast.core.value import Value, replace
 
 
 class StorageRange(Value, frozen=True):
-    """A range of bytes in one file that a writer treated as a unit: a `Storage` without its store."""
+    """A range of bytes in one file, written as a unit: a `Storage` without its store."""
 
     key: str
     """The name of the file in its store."""
@@ -81,7 +81,8 @@ class Storage(StorageRange, frozen=True, kw_only=True, eq=False):
     def __eq__(self, other: object) -> bool:
         """Compare everything but location and label, which do not change the bytes.
 
-        Checksums are compared so that both are checked if two references to the same bytes disagree.
+        Checksums are compared, so that both are checked if two references to the same bytes have
+        different ones.
         """
         if not isinstance(other, Storage):
             return NotImplemented

@@ -41,8 +41,7 @@ class Digest(Value, frozen=True):
             shape: The shape in units of that dtype.
             crc32: The CRC-32 of the elements, or None if there is no data.
         """
-        canonical_dtype, canonical_shape = canonicalize(dtype, shape)
-        return cls(canonical_dtype, canonical_shape, crc32)
+        return cls(*canonicalize(dtype, shape), crc32)
 
     def __str__(self) -> str:
         lengths = ",".join(map(str, self.shape))

@@ -143,7 +143,10 @@ PLAIN_TYPES: list[tuple[str, type[np.generic], str | None, str | None, str]] = [
 
 
 def _make_rows() -> list[DType]:
-    """Return all rows of the table. The first row with a numpy dtype is the one that numpy means."""
+    """Return all rows of the table.
+
+    Several types borrow a numpy dtype. The first of its rows is the type that numpy means.
+    """
     rows = []
     for name, scalar, code, storage, kind in PLAIN_TYPES:
         array_dtype = np.dtype(scalar)

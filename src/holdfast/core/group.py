@@ -153,12 +153,11 @@ class Ranks:
             raise
 
     def count_local_ranks(self) -> int:
-        """Return how many ranks are on this machine, of those that have begun the operation."""
-        return 1
+        """Return how many ranks are on this machine, of those that have begun the operation.
 
-    def has_several_machines(self) -> bool:
-        """Return whether the ranks are on several machines. Only correct after a phase."""
-        return False
+        After a phase, all have begun.
+        """
+        return 1
 
     def joint_progress(self, progress: Progress | None) -> AbstractContextManager[Progress | None]:
         """Return a context whose value adds up the progress of all ranks.

@@ -23,7 +23,7 @@ KindT = TypeVar("KindT", bound=Hashable)
 
 
 class RowMatches(Value, frozen=True):
-    """Rows of a checkpoint and the destinations of the same name. Destinations are given by index."""
+    """Rows of a checkpoint, and the destinations of the same name by their indices."""
 
     rows: list[int]
     """The rows that fit their destination."""

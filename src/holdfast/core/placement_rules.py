@@ -69,7 +69,11 @@ def parse_rule(text: str) -> PlacementRule:
 
 
 def _parse_axes(text: str) -> dict[str, int] | None:
-    """Return the dimension for each axis in a text such as `tp=0, dp=1`, or None if it is not one."""
+    """Return the dimension for each axis in a text such as `tp=0, dp=1`.
+
+    Returns:
+        The dimensions by axis, or None if the text has another form.
+    """
     axes: dict[str, int] = {}
     for assignment in text.split(","):
         axis, equals_sign, dimension = assignment.partition("=")

@@ -29,21 +29,21 @@ class SignalOverride:
 
     Args:
         catch: Called with a signal and a frame if the handler is wanted. It may call `pass_on`.
-        wanted: Returns whether the handler is still wanted.
+        is_wanted: Returns whether the handler is still wanted.
     """
 
     def __init__(
-        self, catch: Callable[[int, FrameType | None], None], *, wanted: Callable[[], bool]
+        self, catch: Callable[[int, FrameType | None], None], *, is_wanted: Callable[[], bool]
     ) -> None:
         self._catch = catch
-        self._wanted = wanted
+        self._is_wanted = is_wanted
         self._previous_handlers: dict[int, PreviousHandler] = {}
         self._process_id = os.getpid()
 
     @property
     def is_wanted(self) -> bool:
         """Whether the handler is wanted. In a forked child it never is."""
-        return self._process_id == os.getpid() and self._wanted()
+        return self._process_id == os.getpid() and self._is_wanted()
 
     def install(self, signal_number: int) -> None:
         """Install the handler for a signal. Must be called on the main thread.
@@ -99,14 +99,6 @@ class SignalOverride:
             handler = handler._previous_handlers[signal_number]
         return handler
 
-    def find_installed_signals(self) -> set[int]:
-        """Return the signals of which this is the current handler."""
-        return {
-            signal_number
-            for signal_number in self._previous_handlers
-            if signal.getsignal(signal_number) is self
-        }
-
 
 _overrides: WeakSet[SignalOverride] = WeakSet()
 """All overrides that were ever installed."""
@@ -120,7 +112,9 @@ def _block_signals_before_fork() -> None:
     if sys.platform != "win32":
         installed_signals: set[int] = set()
         for override in list(_overrides):
-            installed_signals |= override.find_installed_signals()
+            for signal_number in override._previous_handlers:
+                if signal.getsignal(signal_number) is override:
+                    installed_signals.add(signal_number)
         if installed_signals:
             _fork_state.blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, installed_signals)
 

@@ -1,4 +1,4 @@
-"""Parses JSON that all programs understand in the same way. All headers and indexes pass through here.
+"""Parses JSON that all programs understand in the same way. All headers and indexes pass here.
 
 Python's `json` is lenient: it keeps the last of two equal keys, accepts `NaN`, `1e999` and lone
 surrogates, and recurses as deeply as the text does. `parse` refuses each of these, and its error
@@ -79,7 +79,7 @@ one. None is the root. As a linked list, siblings share the path of their parent
 
 
 class Flaw(Value, frozen=True):
-    """Takes the place of a value in a parsed document that programs understand in different ways."""
+    """Takes the place of a value in a document that programs understand in different ways."""
 
     reason: str
 
@@ -181,12 +181,8 @@ def describe_json(value: object) -> str:
     ('a list of 2', 'the text "F32"', 'null')
     """
     match value:
-        case None:
-            return "null"
-        case True:
-            return "true"
-        case False:
-            return "false"
+        case bool() | None:
+            return json.dumps(value)
         case int() | float():
             return f"the number {value}"
         case str():
@@ -263,7 +259,7 @@ class _DecoderHooks:
         return Flaw(reason)
 
     def make_object(self, pairs: list[tuple[str, object]]) -> object:
-        """Return an object as a dict, or a flaw if a key occurs twice. `json` keeps the last one."""
+        """Return an object as a dict, or a flaw if a key occurs twice."""
         fields = dict(pairs)
         if len(fields) == len(pairs):
             return fields

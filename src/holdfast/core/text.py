@@ -93,10 +93,9 @@ def pluralize(count: int, noun: str) -> str:
     >>> pluralize(1, "tensor"), pluralize(1200, "tensor")
     ('1 tensor', '1,200 tensors')
     """
-    suffix = "s"
     if count == 1:
-        suffix = ""
-    return f"{count:,} {noun}{suffix}"
+        return f"1 {noun}"
+    return f"{count:,} {noun}s"
 
 
 def list_names(names: Sequence[str], max_names: int = 5, count: int | None = None) -> str:

@@ -67,11 +67,10 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
         # Boxes without dimensions all contain the same point.
         return positions[0], positions[1]
 
-    start_counts = []
-    for d in range(rank):
-        starts = {boxes[position].start[d] for position in positions}
-        start_counts.append(len(starts))
-    axis = start_counts.index(max(start_counts))
+    def count_starts(axis: int) -> int:
+        return len({boxes[position].start[axis] for position in positions})
+
+    axis = max(range(rank), key=count_starts)
     positions.sort(key=lambda position: boxes[position].start[axis])
 
     active: list[int] = []
@@ -131,11 +130,11 @@ def joined_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
     return (*shape[:axis], length, *shape[axis + 1 :])
 
 
-def is_tiled_by(whole: Box, boxes: Iterable[Box]) -> bool:
+def is_tiled_by(outer_box: Box, boxes: Iterable[Box]) -> bool:
     """Return whether boxes cover every point of another box exactly once, and nothing else.
 
     Args:
-        whole: The box to cover.
+        outer_box: The box to cover.
         boxes: Boxes, which may be anywhere. Empty ones are ignored.
 
     >>> is_tiled_by(Box((2,), (6,)), [Box((4,), (6,)), Box((2,), (4,))])
@@ -144,12 +143,12 @@ def is_tiled_by(whole: Box, boxes: Iterable[Box]) -> bool:
     False
     """
     filled = [box for box in boxes if box.count]
-    if sum(box.count for box in filled) != whole.count:
+    if sum(box.count for box in filled) != outer_box.count:
         return False
-    if not all(whole.contains(box) for box in filled):
+    if not all(outer_box.contains(box) for box in filled):
         return False
-    relative_boxes = [(tuple(map(sub, box.start, whole.start)), box.shape) for box in filled]
-    return is_shape_tiled(whole.shape, relative_boxes)
+    relative_boxes = [(tuple(map(sub, box.start, outer_box.start)), box.shape) for box in filled]
+    return is_shape_tiled(outer_box.shape, relative_boxes)
 
 
 def is_shape_tiled(shape: tuple[int, ...], boxes: Sequence[StartAndShape]) -> bool:

@@ -75,7 +75,7 @@ class SignalGuard:
         self._last = last
         self._number: int | None = None
         self._within = False
-        self._override = SignalOverride(self._record, wanted=lambda: self._within)
+        self._override = SignalOverride(self._record, is_wanted=lambda: self._within)
 
     @property
     def left_s(self) -> float:

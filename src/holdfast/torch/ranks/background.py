@@ -247,7 +247,7 @@ def _flush(number: int, frame: FrameType | None) -> None:
 
 
 _sigterm = SignalOverride(
-    _flush, wanted=lambda: any(not handle._future.done() for handle in _own())
+    _flush, is_wanted=lambda: any(not handle._future.done() for handle in _own())
 )
 
 

@@ -257,9 +257,6 @@ class StoreRanks(SeveralRanks):
                 return int(self._ask(lambda store: store.add(self._host, 0)))
         return 1
 
-    def has_several_machines(self) -> bool:
-        return self.count_local_ranks() < self.size
-
     @contextmanager
     def joint_progress(self, progress: Progress | None) -> Iterator[Progress | None]:
         count = self._count = ProgressCount(progress if self.is_first else None)

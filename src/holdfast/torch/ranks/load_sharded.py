@@ -324,7 +324,7 @@ def _agree(
         local = error
 
     def judge(messages: list[bytes]) -> list[bytes]:
-        remote = not place_at(request.where).on_disk or ranks.has_several_machines()
+        remote = not place_at(request.where).on_disk or ranks.count_local_ranks() < ranks.size
         return _judge(messages, request.replicated, remote=remote)
 
     # If this rank has failed, this raises, and `names` and `wanted` are not needed.
