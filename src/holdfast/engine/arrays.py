@@ -1,16 +1,14 @@
-"""Arrays in memory: as lazy tensors, and very many of them as rows of a table.
+"""Describes numpy arrays in memory: a single one as a lazy tensor, many of them as rows of a table.
 
-A numpy buffer is a chunk like any other, and arrays over one buffer are aliases. A plain array is a row of a table where its dtype
-exists in files, and it owns its memory, has that of a tensor or a buffer, or is a view of such an array. Two arrays over foreign
-memory are one storage where they begin in one place and are of one length.
+An array over the memory of another array, a torch tensor or a buffer shares that storage, so aliases
+stay aliases in a file. Two arrays over memory that no array owns have the same storage if they begin
+at the same address and have the same size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, cached_property
-from itertools import compress
-from operator import attrgetter
 from typing import cast
 
 import numpy as np
@@ -19,6 +17,7 @@ from holdfast.core.arrays import AnyDType, byte_row
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.runtime import address_of
 from holdfast.core.table import RowKind, separate_outside_rows
 from holdfast.core.tensor import PLAIN_TRAITS, LazyTensor, Traits
 from holdfast.engine.saves import Memory
@@ -29,121 +28,103 @@ from holdfast.stores.memory import MemoryStore
 
 ARRAY_TYPES = (np.ndarray,)
 
-DTYPE, SHAPE, STRIDES, NBYTES, BASE, FLAGS = map(
-    attrgetter, ("dtype", "shape", "strides", "nbytes", "base", "flags")
-)
-IN_ORDER, OWNED = attrgetter("c_contiguous"), attrgetter("owndata")
-
 
 class ArrayStorages:
-    """The bytes of arrays, which stay where they are."""
-
-    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
-        self._arrays = arrays
-        self.nbytes = np.fromiter(map(NBYTES, arrays), np.int64, len(arrays))
-
-    def read(self, numbers: Sequence[int]) -> list[bytes]:
-        arrays = self._arrays
-        return [arrays[number].tobytes("A") for number in numbers]
+    """The memory of numpy arrays, as the storages of a table. Nothing is copied before it is read."""
 
     can_read_ranges = True
 
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        """Make a storage of each array, which must be contiguous in C or Fortran order."""
+        self._arrays = arrays
+        self.nbytes = np.array([array.nbytes for array in arrays], np.int64)
+
+    def read(self, storage_indices: Sequence[int]) -> list[bytes]:
+        """Return the bytes of whole storages."""
+        return [self._arrays[index].tobytes("A") for index in storage_indices]
+
     def read_ranges(
-        self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
+        self, storage_indices: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
     ) -> list[memoryview]:
-        whole = {number: self._bytes(number) for number in {*numbers}}
-        return [
-            whole[number][start : start + count]
-            for number, start, count in zip(numbers, starts, nbytes, strict=True)
-        ]
+        """Return a range of bytes of each storage. One storage may occur several times."""
+        contents = {index: _map_array(self._arrays[index]) for index in set(storage_indices)}
+        ranges: list[memoryview] = []
+        for index, start, count in zip(storage_indices, starts, nbytes, strict=True):
+            ranges.append(contents[index][start : start + count])
+        return ranges
 
-    def _bytes(self, number: int) -> memoryview:
-        array = self._arrays[number]
-        return byte_row(array if array.flags.c_contiguous else array.T).data
-
-    def segment(self, number: int, label: str) -> Memory | bytes:
-        array = self._arrays[number]
-        return Memory(self._bytes(number), label, array) if array.nbytes else b""
+    def segment(self, storage_index: int, label: str) -> Memory | bytes:
+        """Return a storage as a segment of a planned file, or `b""` if it is empty."""
+        array = self._arrays[storage_index]
+        if not array.nbytes:
+            return b""
+        return Memory(_map_array(array), label, array)
 
     def addresses(self) -> list[int]:
-        return [array.__array_interface__["data"][0] for array in self._arrays]
+        """Return the address of each storage."""
+        return list(map(address_of, self._arrays))
+
+
+def _map_array(array: np.ndarray) -> memoryview:
+    """Return the memory of an array as bytes, without a copy. It is in C or Fortran order."""
+    if not array.flags.c_contiguous:
+        array = array.T
+    return byte_row(array).data
 
 
 def describe_arrays(values: list[object]) -> TensorColumns:
-    """The arrays among some that are views of an array, or have memory of their own, of a tensor or of a buffer."""
-    arrays = cast("list[np.ndarray]", values)
-    rows: Sequence[int] = range(len(arrays))
-    flags = list(map(FLAGS, arrays))
-    plain = (
-        {*map(id, map(BASE, arrays))} == {id(None)}
-        and all(map(IN_ORDER, flags))
-        and all(map(OWNED, flags))
+    """Describe numpy arrays as columns of a table.
+
+    An array becomes a row if its dtype exists in files, and if it owns its memory, is a view of an
+    array that owns its memory, or uses the memory of a buffer. All other arrays are left out.
+
+    Args:
+        values: The arrays.
+
+    Returns:
+        The columns, with the indices of the arrays that became rows.
+    """
+    rows: list[int] = []
+    arrays: list[np.ndarray] = []
+    roots: list[np.ndarray] = []
+    kinds: list[RowKind] = []
+    kind_indices: list[int] = []
+    known_kinds: dict[tuple[object, ...], int] = {}
+    for row, array in enumerate(cast("list[np.ndarray]", values)):
+        root = array
+        if isinstance(array.base, np.ndarray):
+            root = array.base
+        dtype = _find_file_dtype(array.dtype)
+        if dtype is None or not _is_root(root):
+            continue
+        kind_key = (dtype, array.shape, array.strides, root.nbytes)
+        kind_index = known_kinds.get(kind_key)
+        if kind_index is None:
+            kind_index = len(kinds)
+            known_kinds[kind_key] = kind_index
+            kinds.append(_make_kind(dtype, array.shape, array.strides, root.nbytes))
+        rows.append(row)
+        arrays.append(array)
+        roots.append(root)
+        kind_indices.append(kind_index)
+
+    storage_indices, storage_roots = _group_by_memory(roots)
+    offsets: dict[int, int] = {}
+    for index, (array, root) in enumerate(zip(arrays, roots, strict=True)):
+        # An array without elements has no place in its storage.
+        if array is not root and array.size:
+            offset = 8 * (address_of(array) - address_of(root))
+            if offset:
+                offsets[index] = offset
+    separate_outside_rows(kinds, kind_indices, offsets)
+    storages = ArrayStorages(storage_roots)
+    return TensorColumns(
+        rows, kinds, kind_indices, storage_indices, storages, storages.addresses, offsets
     )
-    roots = arrays
-    if not plain:
-        bases = [*map(BASE, arrays)]
-        viewed = {kind for kind in {*map(type, bases)} if issubclass(kind, np.ndarray)}
-        roots = [
-            base if kind in viewed else one
-            for one, base, kind in zip(arrays, bases, map(type, bases), strict=True)
-        ]
-        known_roots = {id(root): root for root in roots}
-        good = {place for place, root in known_roots.items() if _is_root(root)}
-        fine = [place in good for place in map(id, roots)]
-        arrays, roots, rows = (
-            [*compress(arrays, fine)],
-            [*compress(roots, fine)],
-            [*compress(rows, fine)],
-        )
-    dtypes = list(map(DTYPE, arrays))
-    known = {dtype: _plain_dtype(dtype) for dtype in set(dtypes)}
-    if any(row is None for row in known.values()):
-        fine = [known[dtype] is not None for dtype in dtypes]
-        arrays, roots, rows, dtypes = (
-            [*compress(column, fine)] for column in (arrays, roots, rows, dtypes)
-        )
-    positions: dict[tuple[object, ...], int] = {}
-    placed: dict[int, int] = {}
-    if plain:
-        kind = [
-            positions.setdefault(one, len(positions))
-            for one in zip(dtypes, map(SHAPE, arrays), strict=True)
-        ]
-        kinds = [RowKind.from_shape(known[dtype], shape) for dtype, shape in positions]
-    else:
-        starts = [root.__array_interface__["data"][0] for root in roots]
-        each = zip(arrays, roots, starts, strict=True)
-        offsets = [
-            0 if one is root else one.__array_interface__["data"][0] - start
-            for one, root, start in each
-        ]
-        asked = zip(
-            dtypes, map(SHAPE, arrays), map(STRIDES, arrays), map(NBYTES, roots), strict=True
-        )
-        kind = [positions.setdefault(one, len(positions)) for one in asked]
-        kinds = [_view_kind(known[dtype], *rest) for dtype, *rest in positions]  # type: ignore[arg-type]
-        # What is empty lies nowhere.
-        placed = {
-            at: 8 * offset for at, offset in enumerate(offsets) if offset and kinds[kind[at]].nbytes
-        }
-        separate_outside_rows(kinds, kind, placed)
-    storage: Sequence[int] = range(len(arrays))
-    keys: list[object] = [*map(id, roots)]
-    if not plain:
-        # Two arrays may be over the memory of one tensor. What has no bytes shares them with nobody.
-        places = zip(starts, map(NBYTES, roots), strict=True)
-        keys = [place if place[1] else key for place, key in zip(places, keys, strict=True)]
-    numbers = dict(zip(reversed(keys), reversed(storage), strict=True))
-    if len(numbers) < len(roots):
-        firsts = sorted(numbers.values())
-        numbers = {keys[first]: number for number, first in enumerate(firsts)}
-        storage, roots = [*map(numbers.__getitem__, keys)], [roots[first] for first in firsts]
-    held = ArrayStorages(roots)
-    return TensorColumns(rows, kinds, kind, storage, held, held.addresses, placed)
 
 
-def _is_root(array: object) -> bool:
-    """Whether an array is no view of another one, and all bytes from its first to its last are its own."""
+def _is_root(array: np.ndarray) -> bool:
+    """Return whether an array is not a view of another array, and has no gaps between elements."""
     return (
         type(array) is np.ndarray
         and not isinstance(array.base, np.ndarray)
@@ -152,60 +133,115 @@ def _is_root(array: object) -> bool:
     )
 
 
-def _view_kind(
-    dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], nbytes: int
+def _group_by_memory(roots: Sequence[np.ndarray]) -> tuple[list[int], list[np.ndarray]]:
+    """Find the arrays that use the same memory.
+
+    Args:
+        roots: Arrays that are not views of other arrays.
+
+    Returns:
+        For each array, the index of its storage, and for each storage the first of its arrays.
+    """
+    # To find an address takes longer than everything else here. It is not needed if every array
+    # owns its memory: then only the same array has the same memory.
+    needs_addresses = not all(root.flags.owndata for root in roots)
+    known_storages: dict[object, int] = {}
+    storage_indices: list[int] = []
+    storage_roots: list[np.ndarray] = []
+    for root in roots:
+        memory_key: object = id(root)
+        # Empty arrays share no memory, whatever their addresses.
+        if needs_addresses and root.nbytes:
+            memory_key = (address_of(root), root.nbytes)
+        storage_index = known_storages.setdefault(memory_key, len(storage_roots))
+        if storage_index == len(storage_roots):
+            storage_roots.append(root)
+        storage_indices.append(storage_index)
+    return storage_indices, storage_roots
+
+
+def _make_kind(
+    dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], storage_nbytes: int
 ) -> RowKind:
-    if 0 in shape:
-        strides = (0,) * len(shape)
-    known = tuple([8 * stride for stride in _known_strides(shape, strides)])
-    return RowKind.from_strides(dtype, shape, known, storage_nbytes=nbytes)
+    """Return the kind of arrays with these strides in bytes, over storages of this size."""
+    bit_strides = tuple([8 * stride for stride in _normalize_strides(shape, strides)])
+    return RowKind.from_strides(dtype, shape, bit_strides, storage_nbytes=storage_nbytes)
 
 
 @cache
-def _plain_dtype(dtype: AnyDType) -> DType | None:
-    """The dtype that a file has for one of numpy; None where it has none for the bytes as they are."""
-    row = DTYPES.numpy(dtype) if dtype.isnative and not dtype.hasobject else None
-    return None if row is None or row.packed else row
+def _find_file_dtype(dtype: AnyDType) -> DType | None:
+    """Return the dtype in files whose elements have the same bytes, or None if there is none."""
+    if dtype.hasobject or not dtype.isnative:
+        return None
+    file_dtype = DTYPES.numpy(dtype)
+    # numpy stores packed elements in one byte each, and files store several in a byte.
+    if file_dtype is None or file_dtype.packed:
+        return None
+    return file_dtype
 
 
-def _known_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Bytes from one element to the next; not below zero where there is no next element, as a dimension of one may have it."""
-    if min(strides, default=0) >= 0:
-        return strides
-    return tuple(
-        [
-            abs(stride) if length == 1 or 0 in shape else stride
-            for length, stride in zip(shape, strides, strict=True)
-        ]
-    )
+def _normalize_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Return strides of which those that have no meaning are not negative.
+
+    An axis of length 1 has no next element, and an empty array has no elements. So numpy may give
+    them any strides, but a file format may refuse negative ones.
+    """
+    if 0 in shape:
+        return (0,) * len(shape)
+    normalized_strides: list[int] = []
+    for length, stride in zip(shape, strides, strict=True):
+        if length == 1:
+            stride = abs(stride)
+        normalized_strides.append(stride)
+    return tuple(normalized_strides)
 
 
 class MemoryTensors:
-    """The memory of one state that is being saved. Its tensors keep every buffer alive that they point at, through their source."""
+    """Makes lazy tensors over the memory of a state that is being saved.
+
+    The tensors keep the buffers alive that they use.
+    """
 
     def __init__(self) -> None:
+        """Start without storages."""
         self._storages: dict[tuple[int, int], Storage] = {}
+        """The storages by address and size."""
 
     @cached_property
     def store(self) -> MemoryStore:
+        """The store that has all storages."""
         return MemoryStore({}, name="<memory>")
 
     @cached_property
     def _source(self) -> OpenSource:
+        """The source of all tensors."""
         return OpenSource(self.store, mapped=True)
 
     def address_ranges(self) -> dict[str, tuple[int, int]]:
-        return {storage.key: place for place, storage in self._storages.items() if place[1]}
+        """Return the address and the size of each storage that is not empty, by its key."""
+        ranges: dict[str, tuple[int, int]] = {}
+        for address_range, storage in self._storages.items():
+            if storage.nbytes:
+                ranges[storage.key] = address_range
+        return ranges
 
     def wrap_array(self, array: np.ndarray) -> LazyTensor:
-        """A numpy array as a lazy tensor over the buffer that owns its memory."""
+        """Return a numpy array as a lazy tensor over the memory that the array uses.
+
+        Big-endian arrays, and arrays with gaps that are not views of a contiguous array, are copied.
+
+        Raises:
+            Unsupported: The dtype does not exist in files.
+        """
+        # A numpy scalar is copied, because it has no memory that stays at one address.
+        array = np.asarray(array)
         if array.dtype.byteorder == ">":
             array = array.astype(array.dtype.newbyteorder("="))
         dtype = DTYPES.numpy(array.dtype)
         if dtype is None:
             raise Unsupported(f"an array of {array.dtype} has no counterpart among tensors")
         if dtype.packed:
-            # numpy gives each narrow element a byte of its own: keep the bytes under the dtype that has that layout.
+            # numpy stores packed elements in one byte each, and files store several in a byte.
             raise Unsupported(
                 f"numpy arrays of {array.dtype} are unpacked; save them as uint8 or as a LazyTensor"
             )
@@ -213,26 +249,31 @@ class MemoryTensors:
         while isinstance(root.base, np.ndarray) and root.base.flags.forc:
             root = root.base
         if not root.flags.forc or root.dtype.hasobject:
-            array = root = np.ascontiguousarray(array)
-        flat = byte_row(root if root.flags.c_contiguous else root.T)
-        start = root.__array_interface__["data"][0]
-        storage = self.add_storage(start, flat.data, owner=root)
-        offset = array.__array_interface__["data"][0] - start
-        return self.make_strided(
-            storage, dtype, array.shape, _known_strides(array.shape, array.strides), offset
-        )
+            array = np.ascontiguousarray(array)
+            root = array
+        start = address_of(root)
+        storage = self.add_storage(start, _map_array(root), owner=root)
+        strides = _normalize_strides(array.shape, array.strides)
+        return self.make_strided(storage, dtype, array.shape, strides, address_of(array) - start)
 
     def add_storage(
         self, address: int, content: memoryview, *, owner: object, location: str = "cpu"
     ) -> Storage:
-        """The storage for a range of memory; the same one for the same range."""
-        found = self._storages.get((address, content.nbytes))
-        if found is None:
+        """Return the storage of a range of memory. The same range has the same storage.
+
+        Args:
+            address: Where the range begins in the memory of this process.
+            content: The bytes.
+            owner: The object that keeps the memory alive.
+            location: The device that a file records for the storage.
+        """
+        storage = self._storages.get((address, content.nbytes))
+        if storage is None:
             key = f"{address:x}+{content.nbytes:x}"
             self.store.add(key, content, owner=owner)
-            found = Storage(key, 0, content.nbytes, location=location, home=self.store)
-            self._storages[address, content.nbytes] = found
-        return found
+            storage = Storage(key, 0, content.nbytes, location=location, home=self.store)
+            self._storages[address, content.nbytes] = storage
+        return storage
 
     def make_strided(
         self,
@@ -243,11 +284,13 @@ class MemoryTensors:
         offset: int,
         traits: Traits = PLAIN_TRAITS,
     ) -> LazyTensor:
-        """A tensor over a storage; offset and strides in bytes."""
+        """Return a tensor over a storage. Its offset and strides are in bytes."""
         if 0 in shape:
-            strides, offset = (0,) * len(shape), 0
-        chunk = Chunk(Box.whole(shape), storage, offset * 8, tuple([s * 8 for s in strides]))
-        return LazyTensor("", dtype, shape, (chunk,), self._source, traits)
+            strides = (0,) * len(shape)
+            offset = 0
+        bit_strides = tuple([8 * stride for stride in strides])
+        chunk = Chunk(Box.whole(shape), storage, 8 * offset, bit_strides)
+        return self.make_chunked(dtype, shape, (chunk,), traits)
 
     def make_chunked(
         self,
@@ -256,7 +299,9 @@ class MemoryTensors:
         chunks: tuple[Chunk, ...],
         traits: Traits = PLAIN_TRAITS,
     ) -> LazyTensor:
+        """Return a tensor whose elements are in chunks over storages of this object."""
         return LazyTensor("", dtype, shape, chunks, self._source, traits)
 
     def make_meta(self, dtype: DType, shape: tuple[int, ...], traits: Traits) -> LazyTensor:
-        return LazyTensor("", dtype, shape, (), self._source, traits)
+        """Return a tensor of the meta device, which has no elements."""
+        return self.make_chunked(dtype, shape, (), traits)

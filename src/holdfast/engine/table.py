@@ -1,8 +1,10 @@
-"""A table on its way to a file: tables of lazy tensors, and the segments that rows become.
+"""Prepares tables to be saved, and plans the segments of a file that their rows become.
 
-Contiguous rows are read many together. Every other row is written by its lazy tensor (`Table.rows_read_singly`).
-Two functions make a table to be saved:
-`verbs.shared.state.tabulate_state` of a caller's memory, `make_lazy_table` of lazy tensors.
+Small contiguous rows are read and written many at a time. Every other row is written by itself, by
+its lazy tensor (`Table.rows_read_singly`).
+
+There are two ways to get a table to save: `verbs.shared.state.tabulate_state` describes a state of
+the caller, and `make_lazy_table` describes lazy tensors.
 """
 
 from __future__ import annotations
@@ -33,215 +35,253 @@ from holdfast.engine import saves
 from holdfast.engine.files import FileStorages, tabulate
 from holdfast.engine.saves import HASH_KEY, HEAD_KEY, Data, Gathered, Hashing, Memory, Segment
 
-MEASURE = 1 << 20
+SAMPLE_NBYTES = 1 << 20
+"""A store is asked what it costs to read this many bytes."""
 
-TOGETHER = (
-    2 * saves.BATCH_TENSOR_COUNT
-)  # Most rows of one segment. Reading them holds the interpreter lock: fewer would be no gain.
+MAX_SEGMENT_ROWS = 2 * saves.BATCH_TENSOR_COUNT
+"""The most rows of one segment. The interpreter lock is held while they are read, so smaller
+segments would not make threads faster."""
 
 
 class TensorColumns(Value, frozen=True, eq=False):
-    """Tensors of one library that are in one piece, as columns."""
+    """Tensors of one library, such as numpy, as columns with an entry for each row."""
 
-    rows: Sequence[int]  # Which of the tensors that were given.
+    rows: Sequence[int]
+    """The indices of these tensors among all that the library has described."""
     kinds: Sequence[RowKind]
-    kind: Sequence[int]  # Of each row, a position in `kinds`.
-    storage: Sequence[
-        int
-    ]  # Of each row, the number of its storage. Rows of one storage have one number.
+    """The kinds of the rows, each once."""
+    kind_indices: Sequence[int]
+    """The kind of each row, as an index into `kinds`."""
+    storage_indices: Sequence[int]
+    """The storage of each row, as an index into `storages`."""
     storages: MemoryBytes
-    addresses: Callable[
-        [], Sequence[int]
-    ]  # Where each storage begins in this process; 0 where that is not known.
-    offsets: Mapping[int, int] = NO_OFFSETS  # By position among the rows, as `Table.offsets`.
+    """The memory or the files that have the elements."""
+    addresses: Callable[[], Sequence[int]]
+    """Returns the address of each storage in this process; 0 if it is in a file."""
+    offsets: Mapping[int, int] = NO_OFFSETS
+    """The bit of its storage where a row starts, by the position of the row among these rows. Rows
+    without an entry start with their storage."""
+
+
+ReadMember = Callable[[MemoryBytes, Sequence[int], Sequence[int]], Sequence[BytesLike]]
+"""Reads storages of one member of `StateStorages`. Receives the member, the indices of its storages,
+and their positions in the request."""
 
 
 class StateStorages:
-    """The storages of a state, those of one library behind those of another. `view` makes a tensor over memory."""
+    """The storages of a state: those of several libraries and files, one behind the other.
+
+    A storage has one index among all of them. Its member is the library or the files that have it.
+    """
 
     def __init__(
-        self, parts: Sequence[MemoryBytes], view: Callable[[int, RowKind, str, int], LazyTensor]
+        self,
+        members: Sequence[MemoryBytes],
+        make_tensor: Callable[[int, RowKind, str, int], LazyTensor],
     ) -> None:
-        self._parts, self._view = parts, view
-        self._edges = [*accumulate((len(part.nbytes) for part in parts), initial=0)]
-        columns = [part.nbytes for part in parts]
-        self.nbytes: Ints = (
-            columns[0] if len(parts) == 1 else np.concatenate(columns or [np.zeros(0, np.int64)])
-        )
-        self.read_nbytes = self.nbytes
-        self.stores = tuple(
-            store for part in parts if isinstance(part, FileStorages) for store in part.stores
-        )
-        self.can_read_ranges = all(part.can_read_ranges for part in parts)
+        """Concatenate storages.
 
-    def read(self, numbers: Sequence[int]) -> Sequence[BytesLike]:
-        if len(self._parts) == 1:
-            return self._parts[0].read(numbers)
-        return self._read(numbers, lambda part, own, here: part.read(own))
+        Args:
+            members: The storages of each library or of files.
+            make_tensor: Makes a lazy tensor over memory. Its arguments are those of `lazy_tensor`.
+        """
+        self._members = members
+        self._make_tensor = make_tensor
+        self._first_indices = [*accumulate((len(member.nbytes) for member in members), initial=0)]
+        """The index of the first storage of each member, and the number of all storages."""
+        no_storages = np.zeros(0, np.int64)
+        self.nbytes: Ints = np.concatenate([no_storages, *[member.nbytes for member in members]])
+        self.read_nbytes = self.nbytes
+        self.can_read_ranges = all(member.can_read_ranges for member in members)
+        file_members = [member for member in members if isinstance(member, FileStorages)]
+        self.stores = tuple(store for member in file_members for store in member.stores)
+
+    def read(self, storage_indices: Sequence[int]) -> Sequence[BytesLike]:
+        """Read whole storages, all together."""
+        return self._read_by_member(
+            storage_indices, lambda member, member_indices, positions: member.read(member_indices)
+        )
 
     def read_ranges(
-        self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
+        self, storage_indices: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
     ) -> Sequence[BytesLike]:
-        def read(part: MemoryBytes, own: Sequence[int], here: Sequence[int]) -> Sequence[BytesLike]:
-            return part.read_ranges(own, [starts[at] for at in here], [nbytes[at] for at in here])
+        """Read a range of bytes of each storage, all together."""
 
-        return self._read(numbers, read)
+        def read_member(
+            member: MemoryBytes, member_indices: Sequence[int], positions: Sequence[int]
+        ) -> Sequence[BytesLike]:
+            member_starts = [starts[position] for position in positions]
+            member_nbytes = [nbytes[position] for position in positions]
+            return member.read_ranges(member_indices, member_starts, member_nbytes)
 
-    def _read(
-        self,
-        numbers: Sequence[int],
-        read: Callable[[MemoryBytes, Sequence[int], Sequence[int]], Sequence[BytesLike]],
+        return self._read_by_member(storage_indices, read_member)
+
+    def _read_by_member(
+        self, storage_indices: Sequence[int], read_member: ReadMember
     ) -> Sequence[BytesLike]:
-        """What each part reads: `read` is given the numbers there, and where these stand in all."""
-        if len(self._parts) == 1:
-            return read(self._parts[0], numbers, range(len(numbers)))
-        wanted = np.array(numbers, np.int64)
-        sides = np.searchsorted(self._edges, wanted, side="right") - 1
-        pieces: list[BytesLike] = [b""] * len(numbers)
-        for side in np.unique(sides).tolist():
-            here = np.flatnonzero(sides == side)
+        """Read from each member the storages that it has, and return them in the requested order."""
+        if len(self._members) == 1:
+            return read_member(self._members[0], storage_indices, range(len(storage_indices)))
+        requested = np.array(storage_indices, np.int64)
+        member_numbers = np.searchsorted(self._first_indices, requested, side="right") - 1
+        contents: list[BytesLike] = [b""] * len(storage_indices)
+        for member_number in np.unique(member_numbers).tolist():
+            positions = np.flatnonzero(member_numbers == member_number).tolist()
+            member_indices = requested[positions] - self._first_indices[member_number]
             try:
-                found = read(
-                    self._parts[side], (wanted[here] - self._edges[side]).tolist(), here.tolist()
+                member_contents = read_member(
+                    self._members[member_number], member_indices.tolist(), positions
                 )
             except StorageMoved as moved:
-                raise StorageMoved(int(here[moved.request_index])) from None
-            for place, piece in zip(here.tolist(), found, strict=True):
-                pieces[place] = piece
-        return pieces
+                # The error of the member counts only the storages that were requested of it.
+                raise StorageMoved(positions[moved.request_index]) from None
+            for position, content in zip(positions, member_contents, strict=True):
+                contents[position] = content
+        return contents
 
-    def segment(self, number: int, label: str) -> bytes | Data | Memory:
-        side = bisect_right(self._edges, number) - 1
-        return self._parts[side].segment(number - self._edges[side], label)
+    def segment(self, storage_index: int, label: str) -> bytes | Data | Memory:
+        """Return one storage as a segment of a planned file, or `b""` if it is empty."""
+        member_number = bisect_right(self._first_indices, storage_index) - 1
+        member_index = storage_index - self._first_indices[member_number]
+        return self._members[member_number].segment(member_index, label)
 
-    def lazy_tensor(self, number: int, kind: RowKind, name: str, offset: int) -> LazyTensor:
-        side = bisect_right(self._edges, number) - 1
-        part = self._parts[side]
-        if isinstance(part, FileStorages):
-            return part.lazy_tensor(number - self._edges[side], kind, name, offset)
-        return self._view(number, kind, name, offset)
+    def lazy_tensor(self, storage_index: int, kind: RowKind, name: str, offset: int) -> LazyTensor:
+        """Make a lazy tensor over a storage. The first element lies at bit `offset` of it."""
+        member_number = bisect_right(self._first_indices, storage_index) - 1
+        member = self._members[member_number]
+        if isinstance(member, FileStorages):
+            member_index = storage_index - self._first_indices[member_number]
+            return member.lazy_tensor(member_index, kind, name, offset)
+        return self._make_tensor(storage_index, kind, name, offset)
 
 
 def make_value_state(value: object) -> State:
-    """A state without rows: its tensors, if there are some, are lazy ones that are written one by one."""
+    """Return a state whose table has no rows. Lazy tensors in the value are written one by one."""
     return State(value, NO_TENSORS, NO_LEAVES)
 
 
 def make_lazy_table(names: Sequence[str], tensors: Sequence[LazyTensor]) -> Table:
-    """A table of lazy tensors for a layout; rows that are in one piece in a file have the number of their storage."""
+    """Return a table of lazy tensors that can be saved."""
     return mark_uncopyable_rows(tabulate(names, tensors))
 
 
 def mark_uncopyable_rows(table: Table) -> Table:
-    """The rows of an open checkpoint for a layout: as `describe_lazy_tensors` has them of lazy tensors, none of which is made."""
+    """Return a table in which only rows that a save can copy as bytes have a storage.
+
+    All other rows become irregular, so each of them is written by its lazy tensor: rows that are
+    computed or in a remote store, rows on the meta device, rows that were views of another storage
+    before they were saved (`Traits.alias`), and all rows that share a storage with one of these.
+
+    Args:
+        table: A table over files. Other tables are returned as they are.
+    """
     storages = table.storages
     if not isinstance(storages, FileStorages):
         return table
-    numbers, kind = (
-        np.array(table.storage_indices, np.int64),
-        np.array(table.kind_indices, np.int64),
+    storage_indices = np.array(table.storage_indices, np.int64)
+    rows = np.flatnonzero(storage_indices != IRREGULAR)
+    row_storages = storage_indices[rows]
+
+    needs_tensor = np.array(
+        [kind.traits.alias is not None or kind.traits.meta for kind in table.kinds], np.bool_
     )
-    rows = np.flatnonzero(numbers != IRREGULAR)
-    held = numbers[rows]
-    has_alias = np.array(
-        [one.traits.alias is not None or one.traits.meta for one in table.kinds], np.bool_
-    )
-    local = np.zeros(len(storages.files), np.bool_)
-    for number, place in enumerate(storages.files):
-        store = place.source.store
-        # Whether many short reads of a file cost what one does, and as many bytes as they give, which computed content may not.
-        local[number] = (
-            not store.read_profile.block_nbytes
-            and store.count_read_nbytes(place.key, MEASURE) == MEASURE
-        )
-    left = has_alias[kind[rows]] | ~local[storages.file_indices[held]]
-    taken = np.zeros(len(storages.starts), np.bool_)
-    taken[held[left]] = True
+    is_local_file = np.zeros(len(storages.files), np.bool_)
+    for file_index, file in enumerate(storages.files):
+        # Computed content reads another number of bytes than it returns.
+        store = file.source.store
+        read_nbytes = store.count_read_nbytes(file.key, SAMPLE_NBYTES)
+        prefers_blocks = store.read_profile.block_nbytes > 0
+        is_local_file[file_index] = read_nbytes == SAMPLE_NBYTES and not prefers_blocks
+    row_kinds = np.array(table.kind_indices, np.int64)[rows]
+    is_uncopyable = needs_tensor[row_kinds] | ~is_local_file[storages.file_indices[row_storages]]
+
+    is_uncopyable_storage = np.zeros(len(storages.starts), np.bool_)
+    is_uncopyable_storage[row_storages[is_uncopyable]] = True
     if table.irregular:
-        taken[_numbers_of(table.irregular.values(), storages)] = True
-    left = taken[held]
-    storages = storages.with_names(table.names, rows, held)
-    if not left.any():
-        return Table(
-            table.names,
-            table.kinds,
-            table.kind_indices,
-            table.storage_indices,
-            storages,
-            table.irregular,
-            offsets=table.offsets,
-        )
-    irregular = {**table.irregular, **{row: table.lazy_tensor(row) for row in rows[left].tolist()}}
-    numbers[rows[left]] = IRREGULAR
+        is_uncopyable_storage[_find_used_storages(table.irregular.values(), storages)] = True
+    uncopyable_rows = rows[is_uncopyable_storage[row_storages]]
+
+    irregular = table.irregular
+    if len(uncopyable_rows):
+        new_tensors = {row: table.lazy_tensor(row) for row in uncopyable_rows.tolist()}
+        irregular = {**irregular, **new_tensors}
+        storage_indices[uncopyable_rows] = IRREGULAR
     return Table(
         table.names,
         table.kinds,
         table.kind_indices,
-        numbers.tolist(),
-        storages,
+        storage_indices.tolist() if len(uncopyable_rows) else table.storage_indices,
+        storages.with_names(table.names, rows, row_storages),
         irregular,
         offsets=table.offsets,
     )
 
 
-def _numbers_of(tensors: Iterable[LazyTensor], storages: FileStorages) -> list[int]:
-    """The numbers of the storages of lazy tensors, as far as they are among these."""
-    # By its exact class: a storage of another kind may not know its place before it is asked, and is none of these.
-    places = {
-        (id(one.home), one.key, one.start, one.nbytes)
-        for tensor in tensors
-        for one in tensor.storages
-        if type(one) is Storage
-    }
-    alike = (
-        np.flatnonzero(np.isin(storages.starts, [place[2] for place in places]))
-        if places
-        else np.zeros(0, np.int64)
-    )
-    files = [(id(place.store), place.key) for place in storages.files]
-    each = (
-        column.tolist()
-        for column in (
-            alike,
-            storages.file_indices[alike],
-            storages.starts[alike],
-            storages.nbytes[alike],
-        )
-    )
-    return [
-        number
-        for number, file, start, nbytes in zip(*each, strict=True)
-        if (*files[file], start, nbytes) in places
-    ]
+def _find_used_storages(tensors: Iterable[LazyTensor], storages: FileStorages) -> list[int]:
+    """Return the indices of the storages that some lazy tensors use."""
+    used_ranges: set[tuple[int, str, int, int]] = set()
+    for tensor in tensors:
+        for storage in tensor.storages:
+            # Subclasses of a storage may have to search for their place in the file. They are not
+            # among the storages of a table.
+            if type(storage) is Storage:
+                used_ranges.add((id(storage.home), storage.key, storage.start, storage.nbytes))
+
+    # Only storages with one of these starts are looked at one by one: there may be a million.
+    used_starts = np.array([start for _, _, start, _ in used_ranges], np.int64)
+    candidates = np.flatnonzero(np.isin(storages.starts, used_starts)).tolist()
+    used_storages: list[int] = []
+    for index in candidates:
+        file = storages.files[storages.file_indices.item(index)]
+        start = storages.starts.item(index)
+        byte_range = (id(file.store), file.key, start, storages.nbytes.item(index))
+        if byte_range in used_ranges:
+            used_storages.append(index)
+    return used_storages
 
 
 NO_TENSORS = make_lazy_table((), ())
 
 
 def describe_lazy_tensors(tensors: Sequence[LazyTensor]) -> TensorColumns:
-    """The lazy tensors that are in one piece in a file, as rows over ranges of files. Left out is what a store computes or has to
-    ask for, what shares a storage with a tensor that is left out, and what was a view of another storage before it was saved
-    (`Traits.alias`)."""
+    """Describe the lazy tensors that a save can copy as bytes of a file. All others are left out.
+
+    `mark_uncopyable_rows` says which tensors these are.
+    """
     table = make_lazy_table([tensor.name for tensor in tensors], tensors)
-    rows = [row for row, number in enumerate(table.storage_indices) if number != IRREGULAR]
-    kind, storage = (
-        [table.kind_indices[row] for row in rows],
-        [table.storage_indices[row] for row in rows],
-    )
-    places = lambda: [0] * len(table.storages.nbytes)  # noqa: E731
+    storage_indices = table.storage_indices
+    rows = [row for row, index in enumerate(storage_indices) if index != IRREGULAR]
     return TensorColumns(
-        rows, table.kinds, kind, storage, table.storages, places, table.select_offsets(rows)
+        rows=rows,
+        kinds=table.kinds,
+        kind_indices=[table.kind_indices[row] for row in rows],
+        storage_indices=[storage_indices[row] for row in rows],
+        storages=table.storages,
+        addresses=lambda: [0] * len(table.storages.nbytes),
+        offsets=table.select_offsets(rows),
     )
 
 
-def plan_segment(table: Table, row: int, label: str, hashed: Hashing = "") -> Segment | None:
-    """The bytes of one row where they lie, as a segment; None where there are none."""
+def plan_segment(table: Table, row: int, label: str, hashing: Hashing = "") -> Segment | None:
+    """Return the elements of one row as a segment of a planned file.
+
+    Args:
+        table: The table.
+        row: The row.
+        label: The label of the segment, under which its checksum is reported.
+        hashing: Which content hash is computed, if any.
+
+    Returns:
+        The segment, or None if the row has no elements.
+    """
     if not table.row_kind(row).nbytes:
         return None
-    if hashed or row in table.rows_not_whole:
-        return Data(table.lazy_tensor(row), label, hashed)
-    made = table.segment(row, label)
-    return None if isinstance(made, bytes) else made
+    if hashing or row in table.rows_not_whole:
+        return Data(table.lazy_tensor(row), label, hashing)
+    segment = table.segment(row, label)
+    if isinstance(segment, bytes):
+        return None
+    return segment
 
 
 def plan_segments(
@@ -253,93 +293,123 @@ def plan_segments(
     *,
     stops: Ints,
 ) -> list[Segment]:
-    """Return the bytes of rows that follow each other in a file.
+    """Plan the segments of rows that follow each other in a file.
 
-    Small contiguous rows are together, a few megabytes a segment. `nbytes` are those
-    of these rows, `stops` their sums up to each. `hashing` says by name which are hashed, and how."""
-    found: list[Segment] = []
-    kind, noncontiguous = table.kind_indices, table.rows_read_singly
-    long = {number for number, one in enumerate(table.kinds) if one.nbytes > saves.SMALL_NBYTES}
-    separate = (
-        [at for at, row in enumerate(rows) if kind[row] in long or row in noncontiguous]
-        if long or noncontiguous
-        else []
-    )
-    separate_positions = {*separate}
-    for first, stop in split_into_segments(separate, stops):
-        if first in separate_positions:
-            name = table.names[rows[first]]
-            one = plan_segment(
-                table, rows[first], labels[first], hashing.get(name, "") if hashing else ""
+    Small contiguous rows are gathered in segments of a few megabytes. Every other row is a segment
+    of its own. Rows without elements have no segment.
+
+    Args:
+        table: The table.
+        rows: The rows, in the order of the file.
+        nbytes: The size of each row.
+        labels: The label of each row, under which its checksum is reported.
+        hashing: Which content hash is computed, by the name of the tensor. Names without an entry
+            are not hashed.
+        stops: The sum of `nbytes` up to each row.
+    """
+    large_kinds: set[int] = set()
+    for kind_index, kind in enumerate(table.kinds):
+        if kind.nbytes > saves.SMALL_NBYTES:
+            large_kinds.add(kind_index)
+    kind_indices = table.kind_indices
+    rows_read_singly = table.rows_read_singly
+    separate_positions: list[int] = []
+    if large_kinds or rows_read_singly:
+        for position, row in enumerate(rows):
+            if kind_indices[row] in large_kinds or row in rows_read_singly:
+                separate_positions.append(position)
+
+    segments: list[Segment] = []
+    is_separate = set(separate_positions).__contains__
+    for first, stop in split_into_segments(separate_positions, stops):
+        if is_separate(first):
+            row = rows[first]
+            row_hashing = hashing.get(table.names[row], "")
+            segment = plan_segment(table, row, labels[first], row_hashing)
+        else:
+            segment = _gather_rows(
+                table, rows[first:stop], nbytes[first:stop], labels[first:stop], bool(hashing)
             )
-            found += () if one is None else (one,)
-            continue
-        own, named = rows[first:stop], labels[first:stop]
-        lengths = nbytes[first:stop].tolist()
-        if 0 in lengths:
-            filled = [at for at, length in enumerate(lengths) if length]
-            own, named, lengths = (
-                [own[at] for at in filled],
-                [named[at] for at in filled],
-                [lengths[at] for at in filled],
-            )
-        if own:
-            found.append(_gathered(table, own, named, hashing, lengths))
-    return found
+        if segment is not None:
+            segments.append(segment)
+    return segments
 
 
-def split_into_segments(separate: Sequence[int], stops: Ints) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows that are one segment: each separate row, and between them a few megabytes or `TOGETHER`."""
+def split_into_segments(
+    separate_positions: Sequence[int], stops: Ints
+) -> Iterator[tuple[int, int]]:
+    """Divide rows that follow each other in a file into segments.
+
+    A segment is one separate row, or several rows of a few megabytes together.
+
+    Args:
+        separate_positions: The positions of rows that are segments of their own, ascending.
+        stops: The sum of the sizes of all rows up to each row.
+
+    Yields:
+        For each segment, the position of its first row and the one after its last row.
+    """
     first = 0
-    for position in [*separate, len(stops)]:
-        while first < position:
-            before = int(stops[first - 1]) if first else 0
-            # Up to the first one that passes the size, and with it.
-            stop = (
-                bisect_left(
-                    stops, before + saves.BLOCK_NBYTES, first, min(first + TOGETHER, position) - 1
-                )
-                + 1
-            )
-            yield first, stop
-            first = stop
-        if position < len(stops):
-            yield position, position + 1
-            first = position + 1
+    for separate_position in [*separate_positions, len(stops)]:
+        while first < separate_position:
+            start_offset = 0
+            if first:
+                start_offset = int(stops[first - 1])
+            # A segment ends with the row that makes it large enough.
+            last = min(first + MAX_SEGMENT_ROWS, separate_position) - 1
+            last = bisect_left(stops, start_offset + saves.BLOCK_NBYTES, first, last)
+            yield first, last + 1
+            first = last + 1
+        if separate_position < len(stops):
+            yield separate_position, separate_position + 1
+            first = separate_position + 1
 
 
-def _gathered(
-    table: Table,
-    rows: Sequence[int],
-    labels: Sequence[str],
-    hashing: Mapping[str, Hashing],
-    lengths: Sequence[int],
-) -> Gathered:
+def _gather_rows(
+    table: Table, rows: Sequence[int], nbytes: Ints, labels: Sequence[str], is_hashed: bool
+) -> Gathered | None:
+    """Plan one segment of several small contiguous rows. Return None if all of them are empty.
 
-    def make() -> tuple[bytes, dict[str, int]]:
-        pieces = table.read_bytes(rows)
-        known = dict(zip(labels, crc32_each(pieces), strict=True))
-        if hashing:
-            from holdfast.core.content_hash import (
-                hash_small_pieces,
-            )  # for those who save: it imports a library
+    Args:
+        table: The table.
+        rows: The rows, in the order of the file.
+        nbytes: The size of each row.
+        labels: The label of each row.
+        is_hashed: Whether the content hash of each row is computed.
+    """
+    row_nbytes = nbytes.tolist()
+    if 0 in row_nbytes:
+        positions = np.flatnonzero(nbytes).tolist()
+        rows = [rows[position] for position in positions]
+        labels = [labels[position] for position in positions]
+        row_nbytes = [row_nbytes[position] for position in positions]
+    if not rows:
+        return None
 
-            # No row here is longer than a head (`SMALL_NBYTES`): it has a hash, and no head.
-            known.update(
-                zip([label + HASH_KEY for label in labels], hash_small_pieces(pieces), strict=True)
-            )
-            known.update(dict.fromkeys([label + HEAD_KEY for label in labels], 0))
-        return b"".join(pieces), known
+    def read_rows() -> tuple[bytes, dict[str, int]]:
+        contents = table.read_bytes(rows)
+        checksums = dict(zip(labels, crc32_each(contents), strict=True))
+        if is_hashed:
+            # Imported here because it imports a library that only saves need.
+            from holdfast.core.content_hash import hash_small_pieces
 
-    storages, read = table.storages, None
+            # Small rows have a hash of all their bytes, and no hash of only the first ones.
+            for label, content_hash in zip(labels, hash_small_pieces(contents), strict=True):
+                checksums[label + HASH_KEY] = content_hash
+                checksums[label + HEAD_KEY] = 0
+        return b"".join(contents), checksums
+
+    read_nbytes = None
+    storages = table.storages
     if storages.read_nbytes is not storages.nbytes:
-        read = int(storages.read_nbytes[[table.storage_indices[row] for row in rows]].sum())
+        storage_indices = [table.storage_indices[row] for row in rows]
+        read_nbytes = int(storages.read_nbytes[storage_indices].sum())
     return Gathered(
-        sum(lengths),
-        labels,
-        make,
-        lengths,
-        lambda: [table.lazy_tensor(row) for row in rows],
-        bool(hashing),
-        read_nbytes=read,
+        nbytes=sum(row_nbytes),
+        labels=labels,
+        make=read_rows,
+        item_nbytes=row_nbytes,
+        tensors=lambda: [table.lazy_tensor(row) for row in rows],
+        is_hashed=is_hashed,
+        read_nbytes=read_nbytes,
     )

@@ -245,10 +245,16 @@ class _Describing:
             return self._join(leaves, parts)
 
         (part,) = parts
-        self._values, self._storage = leaves.values, part.storage
+        self._values, self._storage = leaves.values, part.storage_indices
         storages = StateStorages([part.storages], self._view)
         return Table(
-            leaves.names, part.kinds, part.kind, part.storage, storages, {}, offsets=part.offsets
+            leaves.names,
+            part.kinds,
+            part.kind_indices,
+            part.storage_indices,
+            storages,
+            {},
+            offsets=part.offsets,
         )
 
     def _describe_others(self, leaves: Leaves, parts: list[TensorColumns]) -> list[TensorColumns]:
@@ -298,7 +304,9 @@ class _Describing:
         for part, numbers in zip(parts, self._numbers(parts), strict=True):
             first = len(kinds)
             kinds += part.kinds
-            for row, one, number in zip(part.rows, part.kind, part.storage, strict=True):
+            for row, one, number in zip(
+                part.rows, part.kind_indices, part.storage_indices, strict=True
+            ):
                 kind[row], storage[row] = first + one, numbers[number]
             offsets |= {part.rows[at]: offset for at, offset in part.offsets.items()}
         irregular: dict[int, LazyTensor] = {}
