@@ -17,7 +17,7 @@ import torch
 import holdfast
 from holdfast.core.box import Box
 from holdfast.core.limits import Limits
-from holdfast.core.registry import extras_table
+from holdfast.core.registry import get_extras_table
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.pickle.plain import PlainTable
 from holdfast.torch import versions
@@ -149,4 +149,4 @@ def drops_rest_of_frames() -> bool:
 
 def public_names() -> list[str]:
     """Return the public names of `holdfast`, also those that are not in its `__all__`."""
-    return sorted({*holdfast.__all__, *holdfast._WHERE, *extras_table("NAMES")})
+    return sorted({*holdfast.__all__, *holdfast._MODULES_BY_NAME, *get_extras_table("NAMES")})

@@ -1,7 +1,8 @@
 """Open, save, convert and check PyTorch model checkpoints, without running the code inside them.
 
-Names are imported when they are first used, so that a program that only opens files does not pay for writing them. The adapters are
-among them: `holdfast.torch` imports torch when it is first asked for, `holdfast.jax` imports JAX, and neither does before.
+Names are imported when they are first used, so that a program that only opens files does not import
+the modules that write them. `holdfast.torch` imports torch when it is first used, and `holdfast.jax`
+imports JAX.
 """
 
 from __future__ import annotations
@@ -94,9 +95,9 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _MODULES = ("errors", "jax", "metadata", "testing", "torch")
-"""Public modules. Only `errors` is in `__all__`, which a star import loads."""
+"""Public modules. Only `errors` is in `__all__`, because `from holdfast import *` imports those."""
 
-_NAMES = {
+_NAMES_BY_MODULE = {
     "core.box": "Box",
     "core.checkpoint": "Alias Checkpoint",
     "core.chunk": "Chunk Storage",
@@ -107,9 +108,10 @@ _NAMES = {
     "core.opaque": "Global Opaque",
     "core.tensor": "Composite LazyTensor",
     "engine.computed": "dequantize",
-    "errors": "BadArgument BadArgumentType BadPath CannotHold Closed Corrupted DoesNotFit DurabilityUncertain FormatError "
-    "HoldfastError HoldfastWarning LimitExceeded NoSuchTensor NotCommitted RankLost RanksFailed RanksFoundNothing RanksRefused "
-    "Refused Replaced SaveError StoreError Unsupported",
+    "errors": "BadArgument BadArgumentType BadPath CannotHold Closed Corrupted DoesNotFit "
+    "DurabilityUncertain FormatError HoldfastError HoldfastWarning LimitExceeded NoSuchTensor "
+    "NotCommitted RankLost RanksFailed RanksFoundNothing RanksRefused Refused Replaced SaveError "
+    "StoreError Unsupported",
     "verbs.diff": "Diff diff",
     "verbs.open": "open read",
     "verbs.scan": "ScanReport scan",
@@ -124,31 +126,67 @@ _NAMES = {
     "verbs.seal": "Sealed seal",
     "verbs.shared.planned": "Saved",
 }
-"""The public names of each module of the kernel. Those of extras stand in `holdfast.extras.NAMES`."""
+"""The public names of each module of the kernel. Those of extras are in `holdfast.extras.NAMES`."""
 
-_WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
+_MODULES_BY_NAME: dict[str, str] = {}
+for _module, _names in _NAMES_BY_MODULE.items():
+    _MODULES_BY_NAME.update(dict.fromkeys(_names.split(), f"holdfast.{_module}"))
 
 __all__ = [
-    "Best", "Checkpoint", "Every", "Export", "FormatError", "HoldfastError", "HoldfastWarning",
-    "Latest", "LazyTensor", "Limits", "Map", "Run", "SaveError", "StoreError", "Within", "compact",
-    "convert", "copy", "diff", "edit", "errors", "open", "package", "prune", "read",
-    "replace_weights", "report", "reshard", "save", "scan", "seal", "sparsity", "stats", "tie",
-    "to_bytes", "verify",
-]  # fmt: skip
-"""The names that people type. Types that are returned or rarely needed are only attributes: `holdfast.Saved`."""
+    "Best",
+    "Checkpoint",
+    "Every",
+    "Export",
+    "FormatError",
+    "HoldfastError",
+    "HoldfastWarning",
+    "Latest",
+    "LazyTensor",
+    "Limits",
+    "Map",
+    "Run",
+    "SaveError",
+    "StoreError",
+    "Within",
+    "compact",
+    "convert",
+    "copy",
+    "diff",
+    "edit",
+    "errors",
+    "open",
+    "package",
+    "prune",
+    "read",
+    "replace_weights",
+    "report",
+    "reshard",
+    "save",
+    "scan",
+    "seal",
+    "sparsity",
+    "stats",
+    "tie",
+    "to_bytes",
+    "verify",
+]
+"""The names that people type. Result types and rare types are attributes only: `holdfast.Saved`."""
 
 
 def __getattr__(name: str) -> object:
+    """Import a public name or module when it is first used."""
     if name in _MODULES:
         try:
             return import_module(f"holdfast.{name}")
         except ModuleNotFoundError as missing:
-            # An AttributeError, so that `hasattr` and whatever lists the names of a module work without the framework as well.
+            # `hasattr` and `inspect.getmembers` expect this error if a framework is not installed.
             raise AttributeError(str(missing)) from missing
-    module = f"holdfast.{_WHERE[name]}" if name in _WHERE else _find_in_extras(name)
-    value = getattr(import_module(module), name)
+
+    module_name = _MODULES_BY_NAME.get(name) or _find_in_extras(name)
+    value = getattr(import_module(module_name), name)
     if isinstance(value, FunctionType):
-        # What a person reads is where they have it from. Not of a class: by its module Python finds its source and its annotations.
+        # Users see the name by which they import a function. A class keeps its module, in which
+        # Python looks for its source and its annotations.
         value.__module__ = "holdfast"
     globals()[name] = value
     return value
@@ -156,10 +194,11 @@ def __getattr__(name: str) -> object:
 
 def _find_in_extras(name: str) -> str:
     """Return the module of an extra's public name."""
-    from holdfast.core.registry import extras_table  # so that `import holdfast` stays light
+    # Imported here to keep `import holdfast` fast.
+    from holdfast.core.registry import get_extras_table
 
     try:
-        return str(extras_table("NAMES")[name])
+        return str(get_extras_table("NAMES")[name])
     except KeyError:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}") from None
 

@@ -1,4 +1,4 @@
-"""`python -m holdfast`: the command line, for where the script `holdfast` is not on the path."""
+"""Runs the command line with `python -m holdfast`, if the script `holdfast` is not on the path."""
 
 from __future__ import annotations
 

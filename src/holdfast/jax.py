@@ -1,6 +1,7 @@
-"""The JAX adapter: `holdfast.jax.load(path, shardings)`. It is `holdfast.integrations.jax`, under a name that is easy to find.
+"""The adapter for JAX: `holdfast.jax.load(path, shardings)`.
 
-Imported when it is first asked for. Arrays of JAX are saved by `holdfast.save`, as those of numpy are.
+This is `holdfast.integrations.jax` under a shorter name. `holdfast.save` saves arrays of JAX as it
+does those of numpy.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import importlib.util
 
 if importlib.util.find_spec("jax") is None:
     raise ModuleNotFoundError(
-        "holdfast.jax needs JAX, which is not installed here: pip install jax. The rest of holdfast works without it.",
+        "holdfast.jax needs JAX, which is not installed: pip install jax. The rest of holdfast "
+        "works without it.",
         name="jax",
     )
 

@@ -5,7 +5,7 @@
     def test_my_format():
         check_format(MY_FORMAT)
 
-`check_format` holds a format to the standard of the built-in ones, whose tests call it as well.
+The tests of the built-in formats call `check_format` as well.
 """
 
 from __future__ import annotations
@@ -34,12 +34,15 @@ from holdfast.verbs.verify import verify
 __all__ = ["check_format"]
 
 Files = Mapping[str, bytes]
-"""The files of an example by their names. A checkpoint of one file has the name "file"."""
+"""The files of an example by their names. The name of a checkpoint in one file is `SINGLE_FILE`."""
+
+SINGLE_FILE = "file"
 
 CUTS_PER_FILE = 200
-"""The places at which a file is cut off, and those at which a byte is changed."""
+"""How many cuts are tried in a file, and how many changed bytes. Short files are tried at each."""
 
 KEEPS = ("state", "items", "tensors")
+"""The values that `Format.keeps` may have."""
 
 DTYPES = ("bool", "uint8", "int32", "int64", "float16", "float32", "float64")
 
@@ -47,9 +50,11 @@ DTYPES = ("bool", "uint8", "int32", "int64", "float16", "float32", "float64")
 def check_format(entry: Format, example: str | os.PathLike[str] | None = None) -> None:
     """Check a format as Holdfast checks its own.
 
-    Detection goes by content alone. Opening reads no tensor data. A file that is cut off or damaged
-    causes Holdfast errors and no others. `verify` notices each changed byte that a checksum covers.
-    What is written is read back bit for bit, and converted to safetensors and back.
+    - Detection depends on the content only.
+    - Opening reads no tensor data.
+    - A file that is cut off or damaged raises Holdfast errors and no others.
+    - `verify` finds each changed byte that a checksum covers.
+    - What is written is read back bit for bit, and converted to safetensors and back.
 
     Args:
         entry: The entry of the format. It need not be registered.
@@ -63,52 +68,62 @@ def check_format(entry: Format, example: str | os.PathLike[str] | None = None) -
             Holdfast.
     """
     _check_entry(entry)
-    with _registered(entry), tempfile.TemporaryDirectory() as directory:
+    with _register(entry), tempfile.TemporaryDirectory() as directory:
         if entry.written_by:
             check_round_trip(entry, Path(directory))
         if example is None:
             assert entry.written_by, f"the format {entry.name} is only read: pass an example"
-            example = Path(directory, "example" + (entry.suffixes[0] if entry.suffixes else ""))
+            example = Path(directory, "example" + _get_suffix(entry))
             save(_make_example_state(), example, format=entry.name)
         files = _read_files(Path(example))
-        check_detection(entry, files)
-        check_description_reads_headers_only(entry, files)
+        check_opening(entry, files)
         check_damage_is_refused(entry, files)
-        check_verify_notices_changes(files, Path(example), Path(directory, "changed"))
+        check_verify_finds_changes(files, Path(example), Path(directory, "changed"))
 
 
 def _check_entry(entry: Format) -> None:
     """Check that the entry names functions that exist, and nothing that another format has."""
-    others = [other for other in FORMATS if other is not entry]
-    taken_names = {name for other in others for name in (other.name, *other.choices)}
-    assert entry in FORMATS or not taken_names.intersection((entry.name, *entry.choices)), (
-        f"a name or choice of the format {entry.name} belongs to a built-in format"
-    )
+    other_formats = [format for format in FORMATS if format is not entry]
+    own_names = {entry.name, *entry.choices}
+    for format in other_formats:
+        shared_names = own_names.intersection((format.name, *format.choices))
+        # An entry of the list may share its choice with another one: a file and its folder.
+        assert entry in FORMATS or not shared_names, (
+            f"a name or choice of the format {entry.name} belongs to a built-in format"
+        )
     assert entry.keeps in KEEPS, f"`keeps` must be one of {KEEPS}, got {entry.keeps!r}"
     has_index = entry.folder and entry.index
     assert entry.begins or entry.known_by or has_index, (
         "an entry needs `begins`, `known_by` or the `index` of a folder to be detected"
     )
-    for where in (entry.read_by, entry.known_by, entry.written_by, entry.weights_by):
-        assert not where or callable(load_function(where)), f"{where} is not a function"
+    for function_name in (entry.read_by, entry.known_by, entry.written_by, entry.weights_by):
+        if function_name:
+            is_function = callable(load_function(function_name))
+            assert is_function, f"{function_name} is not a function"
     for suffix in entry.suffixes:
-        owners = [other.name for other in others if suffix in other.suffixes]
+        owners = [format.name for format in other_formats if suffix in format.suffixes]
         assert not owners, f"the suffix {suffix} belongs to {owners[0]}"
 
 
 @contextmanager
-def _registered(entry: Format) -> Iterator[None]:
+def _register(entry: Format) -> Iterator[None]:
     """Register a format for a block, in the place of an installed plugin of the same name."""
     if entry in FORMATS:
         yield
         return
     load_plugins()
-    installed = list(PLUGINS)
-    PLUGINS[:] = [plugin for plugin in installed if plugin.name != entry.name] + [entry]
+    installed_plugins = list(PLUGINS)
+    PLUGINS[:] = [plugin for plugin in installed_plugins if plugin.name != entry.name]
+    PLUGINS.append(entry)
     try:
         yield
     finally:
-        PLUGINS[:] = installed
+        PLUGINS[:] = installed_plugins
+
+
+def _get_suffix(entry: Format) -> str:
+    """Return the suffix for new files of a format. Empty if it has none."""
+    return entry.suffixes[0] if entry.suffixes else ""
 
 
 def _make_example_state() -> dict[str, np.ndarray]:
@@ -121,16 +136,17 @@ def _make_example_state() -> dict[str, np.ndarray]:
 
 
 def _read_files(path: Path) -> Files:
+    """Read a file, or all files of a folder."""
     if path.is_file():
-        return {"file": path.read_bytes()}
+        return {SINGLE_FILE: path.read_bytes()}
     files = sorted(file for file in path.rglob("*") if file.is_file())
     return {file.relative_to(path).as_posix(): file.read_bytes() for file in files}
 
 
 class _RecordingStore(MemoryStore):
-    """Files in memory that are read like files on a disk, and the ranges that were read."""
+    """Files in memory that are read like files on a disk. It records the ranges of all reads."""
 
-    # Exact, so that no more is read than the format asks for.
+    # A read returns exactly what the format asks for, and the engine joins no reads.
     read_profile = ReadProfile(is_exact=True)
 
     def __init__(self, files: Files, *, is_folder: bool) -> None:
@@ -151,7 +167,7 @@ class _RecordingStore(MemoryStore):
 
 
 def _open_files(entry: Format, store: _RecordingStore) -> Checkpoint:
-    """Detect and describe files in memory."""
+    """Detect the format of files in memory, and open them."""
     source = OpenSource(store, threads=1)
     detected = detect(source)
     assert detected.name in entry.opened_as, f"it was taken for the format {detected.name}"
@@ -159,29 +175,26 @@ def _open_files(entry: Format, store: _RecordingStore) -> Checkpoint:
 
 
 def _read_arrays(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Read every tensor that has elements."""
+    """Read the elements of all tensors, except those on the meta device."""
     tensors = {name: tensor for name, tensor in checkpoint.items() if not tensor.traits.meta}
     return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 
-def check_detection(entry: Format, files: Files) -> None:
-    """Check that the content tells the format, whatever the file is called."""
-    checkpoint = _open_files(entry, _RecordingStore(files, is_folder=entry.folder))
+def check_opening(entry: Format, files: Files) -> None:
+    """Check that content alone decides the format, and that opening reads no tensor data."""
+    store = _RecordingStore(files, is_folder=entry.folder)
+    checkpoint = _open_files(entry, store)
     assert checkpoint.format in entry.opened_as, (
         f"the reader calls its format {checkpoint.format!r}, the entry {entry.name!r}"
     )
 
-
-def check_description_reads_headers_only(entry: Format, files: Files) -> None:
-    """Check that opening reads no elements of tensors, but for some bytes beside the headers."""
-    store = _RecordingStore(files, is_folder=entry.folder)
-    checkpoint = _open_files(entry, store)
-    storages = [place for tensor in checkpoint.values() for place in _ranges_of(tensor.chunks)]
     element_nbytes = 0
-    for key, start, stop in store.ranges:
-        for storage_key, storage_start, storage_stop in storages:
-            if key == storage_key:
-                element_nbytes += max(min(stop, storage_stop) - max(start, storage_start), 0)
+    for tensor in checkpoint.values():
+        for storage_key, storage_start, storage_stop in _list_storage_ranges(tensor.chunks):
+            for key, start, stop in store.ranges:
+                if key == storage_key:
+                    overlap_nbytes = min(stop, storage_stop) - max(start, storage_start)
+                    element_nbytes += max(overlap_nbytes, 0)
     # Detection reads the first bytes of a file, and the end of a zip is searched for its directory.
     assert element_nbytes <= 4 * HEAD_NBYTES, (
         f"opening reads {element_nbytes:,} bytes of the elements of tensors; read a header whose "
@@ -189,37 +202,45 @@ def check_description_reads_headers_only(entry: Format, files: Files) -> None:
     )
 
 
-def _ranges_of(chunks: tuple[Chunk, ...]) -> list[tuple[str, int, int]]:
-    """Return the ranges of plain storages. Others know their places only when they are read."""
+def _list_storage_ranges(chunks: tuple[Chunk, ...]) -> list[tuple[str, int, int]]:
+    """Return the ranges of plain storages. Others know their ranges only when they are read."""
     storages = [chunk.storage for chunk in chunks if type(chunk) is Chunk]
     return [storage.ranges[0] for storage in storages if type(storage) is Storage]
 
 
 def check_damage_is_refused(entry: Format, files: Files) -> None:
-    """Check that cut and changed files cause Holdfast errors, and that a cut is noticed."""
+    """Check that cut and changed files raise Holdfast errors only, and that a cut is noticed."""
     store = _RecordingStore(files, is_folder=entry.folder)
-    intact = _read_arrays(_open_files(entry, store))
+    intact_arrays = _read_arrays(_open_files(entry, store))
     for name, content in files.items():
-        for position in _choose_positions(len(content)):
-            cut = {**files, name: content[:position]}
-            values = _read_damaged(cut, f"{name} cut off at byte {position}")
-            assert values is None or values == intact, (
-                f"{name} was cut off at byte {position} and opens with other values"
+        for offset in _choose_offsets(len(content)):
+            cut_files = {**files, name: content[:offset]}
+            arrays = _read_damaged(cut_files, f"{name} cut off at byte {offset}")
+            assert arrays is None or arrays == intact_arrays, (
+                f"{name} was cut off at byte {offset} and opens with other values"
             )
-            changed_byte = bytes([content[position] ^ 0xFF])
-            changed = content[:position] + changed_byte + content[position + 1 :]
-            _read_damaged({**files, name: changed}, f"{name} changed at byte {position}")
+
+            changed_byte = bytes([content[offset] ^ 0xFF])
+            changed_content = content[:offset] + changed_byte + content[offset + 1 :]
+            _read_damaged({**files, name: changed_content}, f"{name} changed at byte {offset}")
 
 
-def _choose_positions(nbytes: int) -> list[int]:
-    """Return every position of a short file; of a long one the first ones, and some of the rest."""
-    first = range(min(nbytes, CUTS_PER_FILE))
-    rest = range(len(first), nbytes, max(nbytes // CUTS_PER_FILE, 1))
-    return [*first, *rest]
+def _choose_offsets(nbytes: int) -> list[int]:
+    """Return every offset of a short file. Of a long one, the first offsets and a sample."""
+    first_offsets = range(min(nbytes, CUTS_PER_FILE))
+    sample = range(len(first_offsets), nbytes, max(nbytes // CUTS_PER_FILE, 1))
+    return [*first_offsets, *sample]
 
 
 def _read_damaged(files: Files, damage: str) -> dict[str, bytes] | None:
-    """Open and read files. Return None if they are refused, and fail if another error comes out."""
+    """Open and read damaged files.
+
+    Returns:
+        The elements of all tensors. None if Holdfast refuses the files.
+
+    Raises:
+        AssertionError: Another error than one of Holdfast was raised.
+    """
     store = MemoryStore(files, name="example")
     try:
         source = OpenSource(store, threads=1)
@@ -235,59 +256,74 @@ def _read_damaged(files: Files, damage: str) -> dict[str, bytes] | None:
 
 def check_round_trip(entry: Format, directory: Path) -> None:
     """Check that what is written is read back, and survives a conversion to safetensors and back."""
-    suffix = entry.suffixes[0] if entry.suffixes else ""
-    states = [_make_example_state(), {"scalar": np.array(2.5), "empty": np.zeros((0, 3))}]
+    suffix = _get_suffix(entry)
+    example_path = Path(directory, f"round-trip{suffix}")
+    save(_make_example_state(), example_path, format=entry.name)
+    check_values(example_path, _make_example_state())
+
+    # A format need not hold these dtypes and shapes. It must hold the plain matrices above.
+    states = [{"scalar": np.array(2.5), "empty": np.zeros((0, 3))}]
     states += [{"w": np.arange(6).reshape(2, 3).astype(dtype)} for dtype in DTYPES]
     for index, state in enumerate(states):
         path = Path(directory, f"round-trip-{index}{suffix}")
         try:
             save(state, path, format=entry.name)
         except CannotHold:
-            # A format may hold fewer dtypes and shapes. It must hold plain matrices.
-            if index == 0:
-                raise
             continue
         check_values(path, state)
-    first = Path(directory, f"round-trip-0{suffix}")
-    convert(first, Path(directory, "converted.safetensors"))
-    back = Path(directory, f"back{suffix}")
-    convert(Path(directory, "converted.safetensors"), back, format=entry.name)
-    check_values(back, states[0])
+
+    converted_path = Path(directory, "converted.safetensors")
+    convert(example_path, converted_path)
+    restored_path = Path(directory, f"restored{suffix}")
+    convert(converted_path, restored_path, format=entry.name)
+    check_values(restored_path, _make_example_state())
 
 
 def check_values(path: Path, state: Mapping[str, np.ndarray]) -> None:
     """Check that a checkpoint holds these arrays, and that slices of them can be read."""
     with open_checkpoint(path) as checkpoint:
         assert set(checkpoint) == set(state), f"saved {list(state)}, found {list(checkpoint)}"
-        for name, array in state.items():
-            found = checkpoint[name].numpy()
-            assert found.dtype == array.dtype, f"{name}: saved {array.dtype}, found {found.dtype}"
-            assert found.shape == array.shape, f"{name}: saved {array.shape}, found {found.shape}"
-            assert found.tobytes() == array.tobytes(), f"{name}: other values were read"
-            if array.ndim:
-                part = checkpoint[name][1:].numpy()
-                assert part.tobytes() == array[1:].tobytes(), f"{name}[1:]: other values were read"
+        for name, saved in state.items():
+            array = checkpoint[name].numpy()
+            assert array.dtype == saved.dtype, f"{name}: saved {saved.dtype}, found {array.dtype}"
+            assert array.shape == saved.shape, f"{name}: saved {saved.shape}, found {array.shape}"
+            assert array.tobytes() == saved.tobytes(), f"{name}: other values were read"
+            if saved.ndim:
+                tail = checkpoint[name][1:].numpy()
+                assert tail.tobytes() == saved[1:].tobytes(), f"{name}[1:]: other values were read"
 
 
-def check_verify_notices_changes(files: Files, example: Path, copy: Path) -> None:
-    """Check that `verify` finds a changed byte in every file whose elements have checksums."""
+def check_verify_finds_changes(files: Files, example: Path, copy_path: Path) -> None:
+    """Check that `verify` finds a changed byte in every file whose elements have checksums.
+
+    Args:
+        files: The files of the example.
+        example: Its path.
+        copy_path: Where changed copies of it are written.
+    """
     assert verify(example).ok, "verify finds the example damaged"
+    # The last range with a checksum in each file.
+    ranges_by_key: dict[str, tuple[int, int]] = {}
     with open_checkpoint(example) as checkpoint:
-        storages = [storage for tensor in checkpoint.values() for storage in tensor.storages]
-        recorded = [storage for storage in storages if storage.crc32 is not None and storage.nbytes]
-        places = {key: (start, stop) for one in recorded for key, start, stop in one.ranges}
-    for key, (start, stop) in places.items():
-        content = bytearray(files[key] if key in files else files["file"])
+        for tensor in checkpoint.values():
+            for storage in tensor.storages:
+                if storage.crc32 is not None and storage.nbytes:
+                    ranges_by_key |= {key: (start, stop) for key, start, stop in storage.ranges}
+
+    for key, (start, stop) in ranges_by_key.items():
+        name = key if key in files else SINGLE_FILE
+        content = bytearray(files[name])
         content[(start + stop) // 2] ^= 1
-        changed = {**files, (key if key in files else "file"): bytes(content)}
-        _write_files(changed, copy)
-        assert not verify(copy).ok, f"verify does not notice a changed byte of {key}"
+        _write_files({**files, name: bytes(content)}, copy_path)
+        assert not verify(copy_path).ok, f"verify does not notice a changed byte of {key}"
 
 
 def _write_files(files: Files, path: Path) -> None:
-    if set(files) == {"file"}:
-        path.write_bytes(files["file"])
+    """Write a checkpoint in one file, or in a folder."""
+    if set(files) == {SINGLE_FILE}:
+        path.write_bytes(files[SINGLE_FILE])
         return
     for name, content in files.items():
-        path.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
-        path.joinpath(name).write_bytes(content)
+        file = path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)

@@ -27,8 +27,8 @@ from holdfast.cli.text import print_lines
 from holdfast.core.registry import (
     COMMANDS_GROUP,
     Plugin,
-    extras_table,
     find_plugins,
+    get_extras_table,
     load_object,
 )
 from holdfast.core.text import clip, escape
@@ -201,7 +201,7 @@ def find_commands(*, plugins: bool = False) -> dict[str, Command]:
     Plugins are looked for only if `plugins` is true, because that is slow.
     """
     commands = [Command(name, summary, f"holdfast.cli.{name}") for name, summary in VERBS.items()]
-    for name, (summary, module) in extras_table("COMMANDS").items():
+    for name, (summary, module) in get_extras_table("COMMANDS").items():
         commands.append(Command(name, summary, module))
     by_name = {command.name: command for command in commands}
     for plugin in find_plugins(COMMANDS_GROUP) if plugins else ():
@@ -210,7 +210,7 @@ def find_commands(*, plugins: bool = False) -> dict[str, Command]:
             warnings.warn(text, HoldfastWarning, stacklevel=2)
             continue
         summary = f"a command of the package {plugin.distribution}"
-        by_name[plugin.name] = Command(plugin.name, summary, plugin.where, plugin)
+        by_name[plugin.name] = Command(plugin.name, summary, plugin.object_name, plugin)
     return by_name
 
 

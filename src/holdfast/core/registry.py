@@ -1,12 +1,13 @@
-"""Finds by name what is built on top of the kernel.
+"""Finds functions, tables and plugins that are built on top of the kernel, by their names.
 
-The kernel imports neither the torch adapter nor an extra nor another package. It asks here:
+The kernel imports neither the torch adapter, nor an extra, nor another package. It finds their
+functions here:
 
-    find_hook       a function of the adapter or of an extra that the kernel calls, imported on use
-    extras_table    one of the tables of `holdfast.extras`; empty in a copy without that folder
-    find_plugins    the entry points of other packages, for whoever has found nothing built in
+    find_hook           a function of the adapter or of an extra, which is imported when it is used
+    get_extras_table    a table of `holdfast.extras`; empty in an installation without extras
+    find_plugins        the entry points of other packages
 
-An object is named "module:name", and a module by its name alone.
+The name of an object is "module:name", and that of a module is "module".
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ HOOKS = {
     "torch_tensors": "holdfast.torch.tensors.storages",
     "unkept": "holdfast.torch.tensors.to_lazy:unkept",
 }
-"""What lower layers call of higher ones. Extras list theirs in `holdfast.extras.HOOKS`."""
+"""Functions of higher layers that lower layers call. Those of extras are in
+`holdfast.extras.HOOKS`."""
 
 FORMATS_GROUP = "holdfast.formats"
 COMMANDS_GROUP = "holdfast.commands"
@@ -37,22 +39,23 @@ COMMANDS_GROUP = "holdfast.commands"
 
 
 @cache
-def load_object(where: str) -> Any:  # noqa: ANN401  # whatever stands there
-    """Import the module and return the object of "module:name"; of "module" the module itself."""
-    module, _, name = where.partition(":")
-    return getattr(import_module(module), name) if name else import_module(module)
+def load_object(object_name: str) -> Any:  # noqa: ANN401  # an object of any kind
+    """Import a module, and return the object "module:name" of it. For "module", return that."""
+    module_name, _, name = object_name.partition(":")
+    module = import_module(module_name)
+    return getattr(module, name) if name else module
 
 
 def find_hook(name: str) -> Any:  # noqa: ANN401  # functions of many kinds
-    """Return a function of a higher layer. Raises `Unsupported` if its part is not installed."""
-    where = HOOKS.get(name) or extras_table("HOOKS").get(name)
-    if where is None:
-        raise Unsupported(f"this installation of Holdfast lacks the extra with {name}()")
-    return load_object(where)
+    """Return a function of a higher layer. Raises `Unsupported` if its extra is not installed."""
+    object_name = HOOKS.get(name) or get_extras_table("HOOKS").get(name)
+    if object_name is None:
+        raise Unsupported(f"this installation of Holdfast has no extra with {name}()")
+    return load_object(object_name)
 
 
-def extras_table(name: str) -> dict[str, Any]:
-    """Return a table of `holdfast.extras`; an empty one if this copy has no extras."""
+def get_extras_table(name: str) -> dict[str, Any]:
+    """Return a table of `holdfast.extras`, such as its commands. Empty if it is not installed."""
     try:
         extras = import_module("holdfast.extras")
     except ModuleNotFoundError:
@@ -62,16 +65,19 @@ def extras_table(name: str) -> dict[str, Any]:
 
 
 class Plugin(NamedTuple):
-    """An entry point of another package. It is no struct, because help is shown without msgspec."""
+    """An entry point of another package: a format or a command."""
+
+    # This is not a `Value`, because the help of the command line works without msgspec.
 
     name: str
-    where: str
+    object_name: str
     distribution: str
+    """The name of the package, for messages."""
 
     def load(self) -> Any:  # noqa: ANN401  # the caller checks what it is
-        """Import what the entry point names. Raises `Unsupported`, which names the distribution."""
+        """Import the object of the entry point. Raises `Unsupported` if that fails."""
         try:
-            return load_object(self.where)
+            return load_object(self.object_name)
         except Exception as error:
             raise self.refuse(f"cannot be loaded: {type(error).__name__}: {error}") from error
 
@@ -82,31 +88,32 @@ class Plugin(NamedTuple):
 
 @cache
 def find_plugins(group: str) -> tuple[Plugin, ...]:
-    """Return the entry points of a group, by their names; of equal ones the first.
+    """Return the entry points of a group. Of several with the same name, return the first.
 
-    `importlib.metadata` reads the metadata of every installed package. That takes about 25 ms, so it is
-    only done after everything built in has declined.
+    `importlib.metadata` reads the metadata of every installed package, which takes about 25 ms. So
+    callers look for built-in formats and commands first.
     """
     from importlib.metadata import distributions
 
     plugins: dict[str, Plugin] = {}
     for distribution in distributions(path=_find_import_folders()):
         try:
-            points = [point for point in distribution.entry_points if point.group == group]
-            for point in points:
-                plugin = Plugin(point.name, point.value.strip(), distribution.name)
-                plugins.setdefault(plugin.name, plugin)
+            for entry_point in distribution.entry_points:
+                if entry_point.group == group:
+                    object_name = entry_point.value.strip()
+                    plugin = Plugin(entry_point.name, object_name, distribution.name)
+                    plugins.setdefault(plugin.name, plugin)
         except (TypeError, ValueError):
-            # The metadata of this package cannot be read. That must not disturb the others.
+            # The metadata of this package is broken. The other packages work all the same.
             continue
     return tuple(plugins.values())
 
 
 def _find_import_folders() -> list[str]:
-    """Return the folders of `sys.path` without the current one.
+    """Return the folders of `sys.path`, except the current folder.
 
-    Python imports from the current folder in some cases (`python -m`). It may be the folder of a
-    downloaded model, in which an attacker has put the metadata of a package.
+    Python adds the current folder in some cases (`python -m`). It may be the folder of a downloaded
+    model, in which an attacker has put the metadata of a package.
     """
     try:
         current_folder = os.path.realpath(os.curdir)

@@ -31,7 +31,7 @@ from importlib import import_module
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from holdfast.core.registry import extras_table
+from holdfast.core.registry import get_extras_table
 from holdfast.core.value import Value
 
 if TYPE_CHECKING:
@@ -394,7 +394,7 @@ FORMATS = [
 
 def _add_formats_of_extras() -> None:
     """Insert the formats of extras into the list, each before the format that its entry names."""
-    for name, fields in extras_table("FORMATS").items():
+    for name, fields in get_extras_table("FORMATS").items():
         names = [entry.name for entry in FORMATS]
         FORMATS.insert(names.index(fields["before"]), Format(name, **fields))
 
