@@ -79,6 +79,11 @@ def cast(array: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def _cast_block(values: np.ndarray, result: np.ndarray, dtype: DType) -> None:
+    """Cast a block of elements into `result`, in the way that is fastest for this pair of dtypes.
+
+    The results are those of torch. The module's docstring has its rules.
+    """
+    # torch rounds a float64 twice on its way to a narrower type.
     if values.itemsize == 8 and result.itemsize < 4:
         values = values.astype(np.float32)
 
@@ -96,9 +101,11 @@ def _cast_block(values: np.ndarray, result: np.ndarray, dtype: DType) -> None:
 
 
 def _look_up(patterns: np.ndarray, table: np.ndarray, result: np.ndarray) -> None:
+    """Store the table's entry for each bit pattern in `result`."""
+    result_patterns = result.view(table.dtype)
     # With "clip", numpy does not check the indices. None is out of bounds: the table has an entry
     # for every bit pattern.
-    table.take(patterns, out=result.view(table.dtype), mode="clip")
+    table.take(patterns, out=result_patterns, mode="clip")
 
 
 def _widen_float16(values: np.ndarray, result: np.ndarray) -> None:
@@ -140,13 +147,17 @@ def _round_to_odd(values: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _make_cast_table(source: AnyDType, dtype: DType) -> np.ndarray:
-    """Cast every bit pattern of an 8-bit or 16-bit type, and return the resulting patterns."""
+    """Return a table for casts from an 8-bit or 16-bit type, with an entry for every bit pattern.
+
+    The entry is the bit pattern of the result in the other dtype.
+    """
     patterns = np.arange(1 << (8 * source.itemsize), dtype=f"u{source.itemsize}")
     with np.errstate(over="ignore", invalid="ignore"):
         values = patterns.view(source).astype(np.float32)
         is_zero = values == 0
         if dtype.name == SATURATING_TYPE:
-            values = np.clip(values, -largest_number(dtype), largest_number(dtype))
+            largest = largest_number(dtype)
+            values = np.clip(values, -largest, largest)
         if dtype.name == POWERS_OF_TWO_TYPE:
             values = np.abs(values)
         results = values.astype(dtype.numpy)
@@ -161,7 +172,8 @@ def _make_cast_table(source: AnyDType, dtype: DType) -> np.ndarray:
 def largest_number(dtype: DType) -> float:
     """Return the largest finite number of a floating-point dtype."""
     # ml_dtypes has no type annotations.
-    return float(ml_dtypes.finfo(dtype.numpy).max)  # type: ignore[no-untyped-call]
+    limits = ml_dtypes.finfo(dtype.numpy)  # type: ignore[no-untyped-call]
+    return float(limits.max)
 
 
 def count_losses(array: np.ndarray, dtype: DType) -> dict[str, int]:
@@ -227,63 +239,82 @@ class SurvivingRange(Value, frozen=True):
 
 @lru_cache(maxsize=64)
 def _find_surviving_range(source: AnyDType, dtype: DType) -> SurvivingRange:
-    """Find the bounds by casting single magnitudes: a binary search over all of them."""
+    """Find which magnitudes of a source dtype survive a cast, by casting single magnitudes.
+
+    Magnitudes are in the order of the numbers, so a binary search finds each bound.
+    """
+
+    def is_too_large(magnitude: int) -> bool:
+        return not math.isfinite(_cast_one(magnitude, source, dtype))
+
+    def is_nonzero(magnitude: int) -> bool:
+        return _cast_one(magnitude, source, dtype) != 0
+
     infinity = _magnitude_of(math.inf, source)
     magnitudes = range(1, infinity)
-    stop = 1 + bisect_left(
-        magnitudes,
-        True,
-        key=lambda magnitude: not math.isfinite(_cast_one(magnitude, source, dtype)),
-    )
+    stop = 1 + bisect_left(magnitudes, True, key=is_too_large)
 
+    too_large_stop = infinity + 1
     too_large_outcome = "nan"
     if dtype.name == SATURATING_TYPE:
         too_large_outcome = "saturated"
     elif math.isinf(_cast_one(infinity, source, dtype)):
         too_large_outcome = "infinite"
+        # An infinity stays what it is.
+        too_large_stop = infinity
 
     if dtype.name == POWERS_OF_TWO_TYPE:
         start = max(_magnitude_of(2.0**-127, source), 1)
         too_small_outcome = "smallest"
     else:
-        start = 1 + bisect_left(
-            magnitudes, True, key=lambda magnitude: _cast_one(magnitude, source, dtype) != 0
-        )
+        start = 1 + bisect_left(magnitudes, True, key=is_nonzero)
         too_small_outcome = "zero"
     return SurvivingRange(
         start=start,
         stop=stop,
-        too_large_stop=infinity if too_large_outcome == "infinite" else infinity + 1,
+        too_large_stop=too_large_stop,
         too_small_outcome=too_small_outcome,
         too_large_outcome=too_large_outcome,
     )
 
 
 def _magnitude_of(value: float, dtype: AnyDType) -> int:
-    return int(np.array([value], dtype).view(f"u{dtype.itemsize}")[0])
+    """Return the bit pattern of a number as an integer."""
+    patterns = np.array([value], dtype).view(f"u{dtype.itemsize}")
+    return int(patterns[0])
 
 
 def _cast_one(magnitude: int, source: AnyDType, dtype: DType) -> float:
     """Return the value of a magnitude after a cast that does not saturate."""
+    patterns = np.array([magnitude], f"u{source.itemsize}")
+    values = patterns.view(source)
     with np.errstate(over="ignore", invalid="ignore"):
-        value = np.array([magnitude], f"u{source.itemsize}").view(source)
         if dtype.numpy.itemsize < 4:
-            value = value.astype(np.float32)
-        return float(value.astype(dtype.numpy)[0])
+            values = values.astype(np.float32)
+        results = values.astype(dtype.numpy)
+        return float(results[0])
 
 
 def _keeps_all(array: np.ndarray, dtype: DType) -> bool:
-    """Return whether every element survives for sure. One comparison decides it for most blocks."""
+    """Return whether a cast surely loses no element. One comparison decides it for most blocks.
+
+    If it returns False, the elements that are lost are counted, which takes longer.
+    """
     # Bytes are looked up. In a type without a sign every negative number is lost.
     if array.itemsize == 1 or dtype.name == POWERS_OF_TWO_TYPE:
         return False
     surviving = _find_surviving_range(array.dtype, dtype)
-    survives = _is_between(_magnitudes_of(array), surviving.start, surviving.stop)
-    return int(np.count_nonzero(survives)) == array.size
+    magnitudes = _magnitudes_of(array)
+    survives = _is_between(magnitudes, surviving.start, surviving.stop)
+    return bool(survives.all())
 
 
 def _find_losses(array: np.ndarray, dtype: DType) -> Iterator[tuple[str, Bools]]:
-    """Yield each outcome that is possible, and which elements have it."""
+    """Find the elements that a cast would lose.
+
+    Yields:
+        An outcome that is possible (`OUTCOMES`), and which elements have it.
+    """
     if array.itemsize == 1:
         patterns = array.view(np.uint8)
         for outcome, is_lost_pattern in _find_lost_bytes(array.dtype, dtype).items():
@@ -298,24 +329,31 @@ def _find_losses(array: np.ndarray, dtype: DType) -> Iterator[tuple[str, Bools]]
     is_too_large = _is_between(magnitudes, surviving.stop, surviving.too_large_stop)
     yield surviving.too_large_outcome, is_too_large
     if dtype.name == POWERS_OF_TWO_TYPE:
-        bits = array.view(magnitudes.dtype)
-        negative_zero = bits.dtype.type(1 << (8 * array.itemsize - 1))
-        is_nan = magnitudes >= magnitudes.dtype.type(surviving.too_large_stop)
-        yield "unsigned", (bits > negative_zero) & ~is_nan
+        patterns = array.view(magnitudes.dtype)
+        unsigned = patterns.dtype.type
+        # As unsigned integers, the patterns of all negative numbers are above that of -0.0.
+        negative_zero = unsigned(1 << (8 * array.itemsize - 1))
+        is_nan = magnitudes >= unsigned(surviving.too_large_stop)
+        yield "unsigned", (patterns > negative_zero) & ~is_nan
 
 
 @lru_cache(maxsize=64)
 def _find_lost_bytes(source: AnyDType, dtype: DType) -> dict[str, Bools]:
     """Return, for each outcome that occurs, which bit patterns of an 8-bit type have it."""
+    patterns = np.arange(256, dtype=np.uint8)
     with np.errstate(invalid="ignore"):
-        values = np.arange(256, dtype=np.uint8).view(source).astype(np.float32)
-    return {outcome: is_lost for outcome, is_lost in _find_losses(values, dtype) if is_lost.any()}
+        values = patterns.view(source).astype(np.float32)
+
+    losses = _find_losses(values, dtype)
+    return {outcome: is_lost for outcome, is_lost in losses if is_lost.any()}
 
 
 def _magnitudes_of(array: np.ndarray) -> np.ndarray:
-    bits = array.view(f"u{array.itemsize}")
-    magnitude_mask = bits.dtype.type((1 << (8 * array.itemsize - 1)) - 1)
-    return np.asarray(bits & magnitude_mask)
+    """Return the bit patterns of absolute values, which are in the order of the numbers."""
+    patterns = array.view(f"u{array.itemsize}")
+    sign_bit = 1 << (8 * array.itemsize - 1)
+    magnitude_mask = patterns.dtype.type(sign_bit - 1)
+    return np.asarray(patterns & magnitude_mask)
 
 
 def _is_between(integers: np.ndarray, start: int, stop: int) -> Bools:
@@ -324,4 +362,5 @@ def _is_between(integers: np.ndarray, start: int, stop: int) -> Bools:
     An integer below `start` wraps around to a huge one (Warren, "Hacker's Delight", 4-1).
     """
     unsigned = integers.dtype.type
-    return np.asarray((integers - unsigned(start)) < unsigned(stop - start))
+    distances = integers - unsigned(start)
+    return np.asarray(distances < unsigned(stop - start))

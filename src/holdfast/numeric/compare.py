@@ -90,7 +90,9 @@ class ContentDifference:
         """The size of the change, for sorting. Infinite if `relative` is None."""
         if not self.changed:
             return 0.0
-        return math.inf if self.relative is None else self.relative
+        if self.relative is None:
+            return math.inf
+        return self.relative
 
 
 class NonfiniteChanges(Value, frozen=True):
@@ -112,7 +114,14 @@ class NonfiniteChanges(Value, frozen=True):
     def from_numbers(
         cls, a: np.ndarray, b: np.ndarray, is_changed: Bools, start: int
     ) -> NonfiniteChanges:
-        """Count in arrays of floats, the first element of which has the index `start`."""
+        """Count the NaN and infinities of two arrays, and those that appeared or went.
+
+        Args:
+            a: Floats or complex numbers of the first tensor.
+            b: Those of the second tensor.
+            is_changed: Which of them are not the same.
+            start: The index of the first of them in the tensors.
+        """
         nan_a = np.isnan(a)
         nan_b = np.isnan(b)
         # A complex number with a NaN in it is NaN, even if its other part is infinite.
@@ -133,6 +142,7 @@ class NonfiniteChanges(Value, frozen=True):
 
     @property
     def has_changes(self) -> bool:
+        """Whether a NaN or an infinity appeared or went, or an infinity changed its sign."""
         nan_changes = self.nan_appeared + self.nan_went
         inf_changes = self.inf_appeared + self.inf_went + self.inf_flipped
         return nan_changes + inf_changes > 0
@@ -163,6 +173,7 @@ class ProductSums(Value, frozen=True):
     @classmethod
     def from_numbers(cls, a: np.ndarray, b: np.ndarray) -> ProductSums:
         # The difference of two finite numbers can exceed float64. That of their halves cannot.
+        """Compute the sums of two arrays of finite numbers."""
         half_distances = a / 2 - b / 2
         return cls(
             dot=_sum_products(a, b),
@@ -172,18 +183,24 @@ class ProductSums(Value, frozen=True):
         )
 
     def relative(self) -> float | None:
+        """Return ‖a − b‖ / ‖a‖, or None if a is all zeros."""
         if not self.squares_a:
             return None
         ratio = self.squared_distance / self.squares_a
-        return math.sqrt(ratio) if ratio < MAX_RATIO else math.inf
+        if ratio >= MAX_RATIO:
+            return math.inf
+        return math.sqrt(ratio)
 
     def cosine(self) -> float | None:
+        """Return the cosine of the angle between a and b, or None if one of them is all zeros."""
         if not self.squares_a or not self.squares_b:
             return None
         squared_cosine = self.dot * self.dot / (self.squares_a * self.squares_b)
         # The sums of blocks are rounded, so the ratio can exceed 1.
         magnitude = min(math.sqrt(squared_cosine), 1.0)
-        return magnitude if self.dot >= 0 else -magnitude
+        if self.dot < 0:
+            return -magnitude
+        return magnitude
 
     def __add__(self, other: ProductSums) -> ProductSums:
         return ProductSums(
@@ -219,16 +236,27 @@ class Tally(Value, frozen=True):
 
     def difference(self) -> ContentDifference:
         """Return the differences in the form that users see."""
+        max_abs: int | float | None = self.max_abs
+        max_rel: float | None = self.max_rel
+        # Pairs with a NaN have no difference.
+        if 0 < self.changed == self.changed_nans:
+            max_abs = None
+            max_rel = None
+
         nonfinite = self.nonfinite
-        has_no_difference = 0 < self.changed == self.changed_nans
+        cosine: float | None = None
+        relative: float | None = None
+        if not nonfinite.has_changes:
+            cosine = self.sums.cosine()
+            relative = self.sums.relative()
         return ContentDifference(
             changed=self.changed,
             total=self.total,
-            max_abs=None if has_no_difference else self.max_abs,
-            max_rel=None if has_no_difference else self.max_rel,
-            cosine=None if nonfinite.has_changes else self.sums.cosine(),
+            max_abs=max_abs,
+            max_rel=max_rel,
+            cosine=cosine,
             nans=nonfinite.nans,
-            relative=None if nonfinite.has_changes else self.sums.relative(),
+            relative=relative,
             nan_appeared=nonfinite.nan_appeared,
             nan_went=nonfinite.nan_went,
             inf_appeared=nonfinite.inf_appeared,
@@ -240,19 +268,26 @@ class Tally(Value, frozen=True):
 
 def element_dtype(tensor: LazyTensor) -> DType:
     """Return the dtype of the numbers in a tensor. In float4_e2m1fn_x2 that is float4_e2m1fn."""
-    return canonicalize(tensor.dtype, tensor.shape)[0]
+    dtype, _ = canonicalize(tensor.dtype, tensor.shape)
+    return dtype
 
 
 def view_as_numbers(tensor: LazyTensor, array: np.ndarray) -> np.ndarray:
     """Return elements of a tensor as an array that numpy can compute with."""
     if tensor.dtype.name == FLOAT4_PAIRS:
+        # The first of two numbers is in the lower half of their byte.
         nibbles = np.stack((array & 15, array >> 4), axis=1)
-        return nibbles.reshape(-1).view(element_dtype(tensor).numpy)
-    return array.view(np.uint8) if array.dtype == np.bool_ else array
+        float4 = element_dtype(tensor).numpy
+        return nibbles.reshape(-1).view(float4)
+    if array.dtype == np.bool_:
+        return array.view(np.uint8)
+    return array
 
 
 def compare_elements(a: np.ndarray, b: np.ndarray, *, same_bits: bool, start: int = 0) -> Tally:
-    """Compare two 1-D arrays of one length.
+    """Compare two 1-D arrays of one length, in steps that stay in a core's cache.
+
+    Steps of finite numbers of at most 32 bits take a faster way (`FiniteTally`).
 
     Args:
         a: Elements of the first tensor.
@@ -262,15 +297,19 @@ def compare_elements(a: np.ndarray, b: np.ndarray, *, same_bits: bool, start: in
     """
     finite_tally: FiniteTally | None = None
     if _is_narrow(a) and _is_narrow(b):
-        finite_tally = FiniteTally(same_bits, is_exact=_is_integer(a) and _is_integer(b))
+        is_exact = _is_integer(a) and _is_integer(b)
+        finite_tally = FiniteTally(same_bits, is_exact=is_exact)
 
     tally = Tally()
     for offset in range(0, a.size, STEP_ELEMENTS):
         step_a = a[offset : offset + STEP_ELEMENTS]
         step_b = b[offset : offset + STEP_ELEMENTS]
-        if finite_tally is None or not finite_tally.add(step_a, step_b):
-            tally += compare_step(step_a, step_b, same_bits=same_bits, start=start + offset)
-    return tally if finite_tally is None else tally + finite_tally.tally()
+        if finite_tally is not None and finite_tally.add(step_a, step_b):
+            continue
+        tally += compare_step(step_a, step_b, same_bits=same_bits, start=start + offset)
+    if finite_tally is not None:
+        tally += finite_tally.tally()
+    return tally
 
 
 def _is_narrow(array: np.ndarray) -> bool:
@@ -278,7 +317,9 @@ def _is_narrow(array: np.ndarray) -> bool:
 
     Neither their squares nor the sums of these exceed float64.
     """
-    return array.dtype.itemsize <= 4 and array.dtype.kind != "c" and not array.dtype.names
+    dtype = array.dtype
+    is_complex = dtype.kind == "c" or dtype.names is not None
+    return dtype.itemsize <= 4 and not is_complex
 
 
 def _is_integer(array: np.ndarray) -> bool:
@@ -301,7 +342,15 @@ class FiniteTally:
         self._squared_distance = 0.0
 
     def add(self, a: np.ndarray, b: np.ndarray) -> bool:
-        """Compare a step. If a number is not finite, count nothing and return False."""
+        """Compare a step, and add the result to this tally.
+
+        Args:
+            a: Numbers of the first tensor.
+            b: Numbers of the second tensor.
+
+        Returns:
+            False, without counting anything, if a number is not finite.
+        """
         numbers_a = _to_float64(a)
         numbers_b = _to_float64(b)
         squares_a = inner_product(numbers_a, numbers_a)
@@ -321,7 +370,8 @@ class FiniteTally:
 
         self._changed += changed
         self._dot += inner_product(numbers_a, numbers_b)
-        # From here on, arrays are reused: allocating them would take longer than the arithmetic.
+        # From here on, the arrays are overwritten: to allocate new ones takes longer than the
+        # arithmetic.
         distances = numbers_a - numbers_b
         self._squared_distance += inner_product(distances, distances)
         np.abs(distances, out=distances)
@@ -351,7 +401,10 @@ class FiniteTally:
 
 
 def compare_step(a: np.ndarray, b: np.ndarray, *, same_bits: bool, start: int = 0) -> Tally:
-    """Compare any numbers, as `compare_elements`, in memory for several copies of them."""
+    """Compare any numbers, also complex ones, 64-bit integers, NaN and infinities.
+
+    This needs memory for several copies of the step. The arguments are those of `compare_elements`.
+    """
     if _is_integer(a) and _is_integer(b):
         return _compare_integers(a, b)
 
@@ -396,7 +449,8 @@ def compare_step(a: np.ndarray, b: np.ndarray, *, same_bits: bool, start: int = 
 def _tally_unchanged(numbers: np.ndarray) -> Tally:
     """Return the tally of a step of floats in which nothing changed."""
     is_finite = np.isfinite(numbers)
-    squares = _sum_squares(numbers if is_finite.all() else numbers[is_finite])
+    finite_numbers = numbers if is_finite.all() else numbers[is_finite]
+    squares = _sum_squares(finite_numbers)
     return Tally(
         total=numbers.size,
         nonfinite=NonfiniteChanges(nans=int(np.isnan(numbers).sum())),
@@ -405,36 +459,46 @@ def _tally_unchanged(numbers: np.ndarray) -> Tally:
 
 
 def _differ_in_bits(a: np.ndarray, b: np.ndarray) -> Bools:
+    """Return which elements of two arrays of one dtype have different bits."""
     itemsize = a.dtype.itemsize
+    # numpy has no integers of 16 bytes, so a complex128 is compared as two words.
     if itemsize == 16:
         is_word_changed = a.view(np.uint64) != b.view(np.uint64)
         return np.asarray(is_word_changed.reshape(-1, 2).any(axis=1))
-    return np.asarray(a.view(f"u{itemsize}") != b.view(f"u{itemsize}"))
+    patterns_a = a.view(f"u{itemsize}")
+    patterns_b = b.view(f"u{itemsize}")
+    return np.asarray(patterns_a != patterns_b)
 
 
 def _to_float64(array: np.ndarray) -> np.ndarray:
     """Convert to float64 or complex128. Only integers beyond 2^53 are rounded."""
     if array.dtype.names:
-        return array["real"].astype(np.float64) + 1j * array["imag"].astype(np.float64)
-    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+        # Complex numbers of a dtype that numpy does not have.
+        real = array["real"].astype(np.float64)
+        imaginary = array["imag"].astype(np.float64)
+        return real + 1j * imaginary
+    if array.dtype.kind == "c":
+        return array.astype(np.complex128)
+    return array.astype(np.float64)
 
 
 def _find_largest(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """Return the largest absolute and relative difference of floats without NaN."""
+    """Return the largest absolute and the largest relative difference of floats without NaN."""
     if not a.size:
         return 0.0, 0.0
     with np.errstate(all="ignore"):
         larger = np.maximum(np.abs(a), np.abs(b))
         distances = np.abs(a - b)
         # The distance of two large numbers can exceed float64, while its ratio to them does not.
-        ratios = np.where(
-            np.isfinite(distances), distances / larger, np.abs(a / larger - b / larger)
-        )
+        scaled_distances = np.abs(a / larger - b / larger)
+        ratios = np.where(np.isfinite(distances), distances / larger, scaled_distances)
 
     # Two equal infinities, and two zeros, have the distance 0.
+    ratios = np.where(larger == 0, 0.0, ratios)
     is_infinite = ~(np.isfinite(a) & np.isfinite(b))
-    distances = np.where(is_infinite, np.where(a == b, 0.0, np.inf), distances)
-    ratios = np.where(is_infinite, distances, np.where(larger == 0, 0.0, ratios))
+    infinite_distances = np.where(a == b, 0.0, np.inf)
+    distances = np.where(is_infinite, infinite_distances, distances)
+    ratios = np.where(is_infinite, infinite_distances, ratios)
     return float(distances.max()), float(ratios.max())
 
 
@@ -447,25 +511,31 @@ def _scale(array: np.ndarray) -> tuple[np.ndarray, int]:
     if not numbers.size:
         return numbers, 0
     magnitude = max(float(numbers.max()), -float(numbers.min()))
-    exponent = math.frexp(magnitude)[1]
+    _, exponent = math.frexp(magnitude)
     if abs(exponent) < UNSCALED_EXPONENT:
         return numbers, 0
     return np.ldexp(numbers, -exponent), exponent
 
 
 def _sum_squares(array: np.ndarray) -> Fraction:
+    """Return the sum of the squares of finite numbers, which may exceed float64."""
     numbers, exponent = _scale(array)
-    return Fraction(inner_product(numbers, numbers)) * Fraction(2) ** (2 * exponent)
+    scaled_sum = Fraction(inner_product(numbers, numbers))
+    return scaled_sum * Fraction(2) ** (2 * exponent)
 
 
 def _sum_products(a: np.ndarray, b: np.ndarray) -> Fraction:
-    """Return the inner product, and its real part if numbers are complex."""
+    """Return the inner product of two arrays of finite numbers, which may exceed float64.
+
+    For complex numbers, this is the real part of the inner product.
+    """
     if a.dtype != b.dtype:
         a = a.astype(np.complex128)
         b = b.astype(np.complex128)
     numbers_a, exponent_a = _scale(a)
     numbers_b, exponent_b = _scale(b)
-    return Fraction(inner_product(numbers_a, numbers_b)) * Fraction(2) ** (exponent_a + exponent_b)
+    scaled_sum = Fraction(inner_product(numbers_a, numbers_b))
+    return scaled_sum * Fraction(2) ** (exponent_a + exponent_b)
 
 
 # Integers are compared exactly, as a sign and a magnitude in uint64. In numpy the difference of two
@@ -473,6 +543,7 @@ def _sum_products(a: np.ndarray, b: np.ndarray) -> Fraction:
 
 
 def _compare_integers(a: np.ndarray, b: np.ndarray) -> Tally:
+    """Return the differences of a step of integers."""
     is_changed = _differ_as_integers(a, b)
     max_abs, max_rel = _find_largest_of_integers(a[is_changed], b[is_changed])
     return Tally(
@@ -485,28 +556,33 @@ def _compare_integers(a: np.ndarray, b: np.ndarray) -> Tally:
 
 
 def _differ_as_integers(a: np.ndarray, b: np.ndarray) -> Bools:
+    """Return which integers differ. The two arrays may have two dtypes."""
     if a.dtype == b.dtype:
         return np.asarray(a != b)
     has_other_sign = _is_negative(a) != _is_negative(b)
-    return np.asarray(has_other_sign | (_to_words(a) != _to_words(b)))
+    has_other_word = _to_words(a) != _to_words(b)
+    return np.asarray(has_other_sign | has_other_word)
 
 
 def _find_largest_of_integers(a: np.ndarray, b: np.ndarray) -> tuple[int, float]:
-    """Return the largest absolute difference, exactly, and the largest relative one.
+    """Return the largest absolute difference of integers, exactly, and the largest relative one.
 
-    No two integers are equal.
+    Args:
+        a: Integers of the first tensor.
+        b: Integers of the second tensor. None is equal to that in `a`.
     """
     if not a.size:
         return 0, 0.0
     magnitudes_a = _to_magnitudes(a)
     magnitudes_b = _to_magnitudes(b)
+    smaller = np.minimum(magnitudes_a, magnitudes_b)
     larger = np.maximum(magnitudes_a, magnitudes_b)
 
     # Magnitudes of one sign are subtracted, those of two signs are added. A sum that is smaller
-    # than one of its parts has overflowed, so 2^64 is missing.
+    # than one of its terms has overflowed, so 2^64 is missing.
     has_same_sign = _is_negative(a) == _is_negative(b)
     sums = magnitudes_a + magnitudes_b
-    distances = np.where(has_same_sign, larger - np.minimum(magnitudes_a, magnitudes_b), sums)
+    distances = np.where(has_same_sign, larger - smaller, sums)
     is_overflow = ~has_same_sign & (sums < magnitudes_a)
 
     max_abs = int(distances.max())
@@ -518,6 +594,7 @@ def _find_largest_of_integers(a: np.ndarray, b: np.ndarray) -> tuple[int, float]
 
 
 def _is_negative(array: np.ndarray) -> Bools:
+    """Return which integers are negative."""
     if array.dtype.kind == "i":
         return np.asarray(array < 0)
     return np.zeros(array.shape, np.bool_)
@@ -531,5 +608,6 @@ def _to_words(array: np.ndarray) -> Words:
 
 
 def _to_magnitudes(array: np.ndarray) -> Words:
+    """Return the absolute values of integers. That of -2^63 fits into 64 bits without a sign."""
     words = _to_words(array)
     return np.where(_is_negative(array), -words, words)

@@ -9,10 +9,12 @@ whose last axis counts the bytes of a row, and `Traits.blocks` names the block t
 All block types have a size. Those in which most models are published can be decoded to float32. The
 operations are those of ggml in the same order, so the results have the same bits.
 
-The docstrings of the decoders list the fields of a block in the order of its bytes. In these, `d`
-is the scale and `m` the minimum of the block, both float16, and `q` are the bits of its elements.
-In the "K" types a block of 256 elements has groups, each with a scale (and a minimum) of its own,
-which are small integers in units of `d` (and `m`).
+Words of the decoders: a code is the integer of a few bits that a block has for an element, and its
+number is `scale * code`, plus or minus a minimum. In the "K" types, a block of 256 elements has
+groups. The scale and the minimum of a group are small integers, which count in units of a scale
+and a minimum of the block. The last two are float16.
+
+The docstring of a decoder lists the fields of a block in the order of its bytes.
 """
 
 from __future__ import annotations
@@ -53,14 +55,19 @@ class BlockType(Value, frozen=True):
 
     def decoded_shape(self, stored_shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the shape of the decoded numbers, or None if rows are not whole blocks."""
-        if not stored_shape or stored_shape[-1] % self.nbytes:
+        if not stored_shape:
             return None
-        return (*stored_shape[:-1], stored_shape[-1] // self.nbytes * self.elements)
+        *outer_lengths, row_nbytes = stored_shape
+        if row_nbytes % self.nbytes:
+            return None
+        blocks_per_row = row_nbytes // self.nbytes
+        return (*outer_lengths, blocks_per_row * self.elements)
 
 
 def _read_float16(blocks: Bytes, offset: int) -> Floats:
-    """Return the float16 at an offset of every block, as a column."""
-    return np.ascontiguousarray(blocks[:, offset : offset + 2]).view("<f2").astype(np.float32)
+    """Return the float16 at an offset of every block, as a column of float32."""
+    field_bytes = np.ascontiguousarray(blocks[:, offset : offset + 2])
+    return field_bytes.view("<f2").astype(np.float32)
 
 
 def _unpack_fields(packed: Bytes, *, bits: int, run: int) -> Bytes:
@@ -77,10 +84,13 @@ def _unpack_fields(packed: Bytes, *, bits: int, run: int) -> Bytes:
     Returns:
         The fields of each block, in the order of the elements.
     """
-    shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(-1, 1)
-    runs = packed.reshape(len(packed), -1, 1, run)
-    fields = runs >> shifts & np.uint8((1 << bits) - 1)
-    return fields.reshape(len(packed), -1)
+    block_count = len(packed)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    field_mask = np.uint8((1 << bits) - 1)
+    # The axes are block, run, position of the field in its byte, and byte in its run.
+    runs = packed.reshape(block_count, -1, 1, run)
+    fields = (runs >> shifts[:, None]) & field_mask
+    return fields.reshape(block_count, -1)
 
 
 def _unpack_32_nibbles(packed: Bytes) -> Bytes:
@@ -90,78 +100,112 @@ def _unpack_32_nibbles(packed: Bytes) -> Bytes:
 
 def _unpack_bits(packed: Bytes) -> Bytes:
     """Split bytes into bits, the lowest bit of the first byte first."""
-    return np.unpackbits(np.ascontiguousarray(packed), axis=1, bitorder="little")
+    contiguous = np.ascontiguousarray(packed)
+    return np.unpackbits(contiguous, axis=1, bitorder="little")
 
 
 def _decode_q4_0(blocks: Bytes) -> Floats:
-    """d (2 bytes), q (16): d * (q - 8)."""
-    q = _unpack_32_nibbles(blocks[:, 2:])
-    return _read_float16(blocks, 0) * (q.astype(np.float32) - 8)
+    """Decode Q4_0: scale (2 bytes), 32 codes of 4 bits (16). A number is scale * (code - 8)."""
+    scales = _read_float16(blocks, 0)
+    codes = _unpack_32_nibbles(blocks[:, 2:])
+    return scales * (codes.astype(np.float32) - 8)
 
 
 def _decode_q4_1(blocks: Bytes) -> Floats:
-    """d (2 bytes), m (2), q (16): d * q + m."""
-    q = _unpack_32_nibbles(blocks[:, 4:])
-    return _read_float16(blocks, 0) * q + _read_float16(blocks, 2)
+    """Decode Q4_1: scale (2 bytes), minimum (2), 32 codes of 4 bits (16).
+
+    A number is scale * code + minimum.
+    """
+    scales = _read_float16(blocks, 0)
+    minima = _read_float16(blocks, 2)
+    codes = _unpack_32_nibbles(blocks[:, 4:])
+    return scales * codes + minima
 
 
 def _decode_q5_0(blocks: Bytes) -> Floats:
-    """d (2 bytes), the fifth bits of q (4), its low bits (16): d * (q - 16)."""
+    """Decode Q5_0: scale (2 bytes), the fifth bits of 32 codes (4), their low four bits (16).
+
+    A number is scale * (code - 16).
+    """
+    scales = _read_float16(blocks, 0)
     fifth_bits = _unpack_bits(blocks[:, 2:6])
-    q = _unpack_32_nibbles(blocks[:, 6:]) | fifth_bits << 4
-    return _read_float16(blocks, 0) * (q.astype(np.float32) - 16)
+    low_bits = _unpack_32_nibbles(blocks[:, 6:])
+    codes = low_bits | fifth_bits << 4
+    return scales * (codes.astype(np.float32) - 16)
 
 
 def _decode_q5_1(blocks: Bytes) -> Floats:
-    """d (2 bytes), m (2), the fifth bits of q (4), its low bits (16): d * q + m."""
+    """Decode Q5_1: scale (2 bytes), minimum (2), fifth bits of 32 codes (4), low four bits (16).
+
+    A number is scale * code + minimum.
+    """
+    scales = _read_float16(blocks, 0)
+    minima = _read_float16(blocks, 2)
     fifth_bits = _unpack_bits(blocks[:, 4:8])
-    q = _unpack_32_nibbles(blocks[:, 8:]) | fifth_bits << 4
-    return _read_float16(blocks, 0) * q + _read_float16(blocks, 2)
+    low_bits = _unpack_32_nibbles(blocks[:, 8:])
+    codes = low_bits | fifth_bits << 4
+    return scales * codes + minima
 
 
 def _decode_q8_0(blocks: Bytes) -> Floats:
-    """d (2 bytes), q as signed bytes (32): d * q."""
-    return _read_float16(blocks, 0) * blocks[:, 2:].view(np.int8)
+    """Decode Q8_0: scale (2 bytes), 32 signed codes (32). A number is scale * code."""
+    scales = _read_float16(blocks, 0)
+    codes = blocks[:, 2:].view(np.int8)
+    return scales * codes
 
 
 def _scale_groups(
-    scales: Floats, q: npt.NDArray[np.generic], minima: Floats | None = None
+    scales: Floats, codes: npt.NDArray[np.generic], minima: Floats | None = None
 ) -> Floats:
-    """Return scale * q - minimum.
+    """Return the numbers of blocks with groups: scale * code - minimum.
 
     Args:
         scales: A row for each block, with the scale of each group.
-        q: A row for each block. All groups of a block have the same length.
+        codes: A row for each block. All groups of a block have the same length.
         minima: The minimum of each group, as `scales`. They are not subtracted if there are none.
     """
-    numbers = scales[:, :, None] * q.reshape(*scales.shape, -1).astype(np.float32)
+    block_count, group_count = scales.shape
+    grouped_codes = codes.reshape(block_count, group_count, -1)
+    numbers = scales[:, :, None] * grouped_codes.astype(np.float32)
     if minima is not None:
         numbers -= minima[:, :, None]
-    return numbers.reshape(len(q), -1)
+    return numbers.reshape(block_count, -1)
 
 
 def _decode_q2_k(blocks: Bytes) -> Floats:
-    """16 bytes with a scale (lower half) and a minimum (upper half), q (64 bytes), d (2), m (2)."""
-    scales = _read_float16(blocks, 80) * (blocks[:, :16] & 15)
-    minima = _read_float16(blocks, 82) * (blocks[:, :16] >> 4)
-    q = _unpack_fields(blocks[:, 16:80], bits=2, run=32)
-    return _scale_groups(scales, q, minima)
+    """Decode Q2_K: 16 groups of 16 elements.
+
+    Fields: 16 bytes with the scale (lower half) and the minimum (upper half) of a group each, codes
+    of 2 bits (64 bytes), the block's scale (2), the block's minimum (2).
+    """
+    group_bytes = blocks[:, :16]
+    codes = _unpack_fields(blocks[:, 16:80], bits=2, run=32)
+    scales = _read_float16(blocks, 80) * (group_bytes & 15)
+    minima = _read_float16(blocks, 82) * (group_bytes >> 4)
+    return _scale_groups(scales, codes, minima)
 
 
 def _decode_q3_k(blocks: Bytes) -> Floats:
-    """The inverted third bits of q (32 bytes), its low bits (64), 16 scales (12), d (2).
+    """Decode Q3_K: 16 groups of 16 elements.
 
-    A third bit that is not set subtracts 4. The scales have six bits and are stored plus 32: eight
-    bytes with the low four bits of two scales each, four with the high two bits of four each.
+    Fields: the inverted third bits of the codes (32 bytes), their low two bits (64), the scales of
+    the groups (12), the block's scale (2).
+
+    A third bit that is not set subtracts 4 from the code. A group's scale has six bits and is
+    stored plus 32: eight bytes with the low four bits of two scales each, then four bytes with the
+    high two bits of four scales each.
     """
     third_bits = _unpack_fields(blocks[:, :32], bits=1, run=32).astype(np.int8)
     low_bits = _unpack_fields(blocks[:, 32:96], bits=2, run=32).astype(np.int8)
-    q = low_bits - (np.int8(4) - 4 * third_bits)
+    subtracted = np.int8(4) - 4 * third_bits
+    codes = low_bits - subtracted
 
     low_scale_bits = _unpack_fields(blocks[:, 96:104], bits=4, run=8)
     high_scale_bits = _unpack_fields(blocks[:, 104:108], bits=2, run=4)
-    scales = (low_scale_bits | high_scale_bits << 4).astype(np.float32) - 32
-    return _scale_groups(_read_float16(blocks, 108) * scales, q)
+    stored_scales = low_scale_bits | high_scale_bits << 4
+    group_scales = stored_scales.astype(np.float32) - 32
+    block_scales = _read_float16(blocks, 108)
+    return _scale_groups(block_scales * group_scales, codes)
 
 
 def _unpack_eight_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
@@ -179,65 +223,94 @@ def _unpack_eight_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
     minimum_bytes = packed[:, 4:8]
     low_bits = packed[:, 8:]
     # The high two bits of a byte become bits 4 and 5.
-    last_scales = low_bits & 15 | scale_bytes >> 2 & 48
-    last_minima = low_bits >> 4 | minimum_bytes >> 2 & 48
+    last_scales = (low_bits & 15) | (scale_bytes >> 2 & 48)
+    last_minima = (low_bits >> 4) | (minimum_bytes >> 2 & 48)
     scales = np.concatenate([scale_bytes & 63, last_scales], axis=1)
     minima = np.concatenate([minimum_bytes & 63, last_minima], axis=1)
     return scales, minima
 
 
 def _decode_q4_k(blocks: Bytes) -> Floats:
-    """d (2 bytes), m (2), eight scales and minima (12), q (128)."""
-    scales, minima = _unpack_eight_scales(blocks[:, 4:16])
-    q = _unpack_fields(blocks[:, 16:], bits=4, run=32)
-    return _scale_groups(_read_float16(blocks, 0) * scales, q, _read_float16(blocks, 2) * minima)
+    """Decode Q4_K: 8 groups of 32 elements.
+
+    Fields: the block's scale (2 bytes), the block's minimum (2), scales and minima of the groups
+        (12),
+    codes of 4 bits (128).
+    """
+    group_scales, group_minima = _unpack_eight_scales(blocks[:, 4:16])
+    scales = _read_float16(blocks, 0) * group_scales
+    minima = _read_float16(blocks, 2) * group_minima
+    codes = _unpack_fields(blocks[:, 16:], bits=4, run=32)
+    return _scale_groups(scales, codes, minima)
 
 
 def _decode_q5_k(blocks: Bytes) -> Floats:
-    """d (2 bytes), m (2), eight scales and minima (12), fifth bits of q (32), low bits (128)."""
-    scales, minima = _unpack_eight_scales(blocks[:, 4:16])
+    """Decode Q5_K: 8 groups of 32 elements.
+
+    Fields: the block's scale (2 bytes), the block's minimum (2), scales and minima of the groups
+        (12),
+    the fifth bits of the codes (32), their low four bits (128).
+    """
+    group_scales, group_minima = _unpack_eight_scales(blocks[:, 4:16])
+    scales = _read_float16(blocks, 0) * group_scales
+    minima = _read_float16(blocks, 2) * group_minima
     fifth_bits = _unpack_fields(blocks[:, 16:48], bits=1, run=32)
-    q = _unpack_fields(blocks[:, 48:], bits=4, run=32) | fifth_bits << 4
-    return _scale_groups(_read_float16(blocks, 0) * scales, q, _read_float16(blocks, 2) * minima)
+    low_bits = _unpack_fields(blocks[:, 48:], bits=4, run=32)
+    codes = low_bits | fifth_bits << 4
+    return _scale_groups(scales, codes, minima)
 
 
 def _decode_q6_k(blocks: Bytes) -> Floats:
-    """The low four bits of q (128 bytes), its high two bits (64), 16 signed scales (16), d (2).
+    """Decode Q6_K: 16 groups of 16 elements. A number is scale * (code - 32).
 
-    A number is scale * (q - 32).
+    Fields: the low four bits of the codes (128 bytes), their high two bits (64), signed scales of
+        the
+    groups (16), the block's scale (2).
     """
     low_bits = _unpack_fields(blocks[:, :128], bits=4, run=64)
     high_bits = _unpack_fields(blocks[:, 128:192], bits=2, run=32)
-    q = (low_bits | high_bits << 4).astype(np.int8) - 32
-    scales = _read_float16(blocks, 208) * blocks[:, 192:208].view(np.int8)
-    return _scale_groups(scales, q)
+    codes = low_bits | high_bits << 4
+    group_scales = blocks[:, 192:208].view(np.int8)
+    scales = _read_float16(blocks, 208) * group_scales
+    return _scale_groups(scales, codes.astype(np.int8) - 32)
 
 
 def _decode_tq2_0(blocks: Bytes) -> Floats:
-    """q (64 bytes), d (2): d * (q - 1)."""
-    q = _unpack_fields(blocks[:, :64], bits=2, run=32)
-    return _read_float16(blocks, 64) * (q.astype(np.float32) - 1)
+    """Decode TQ2_0: 256 codes of 2 bits (64 bytes), scale (2). A number is scale * (code - 1)."""
+    codes = _unpack_fields(blocks[:, :64], bits=2, run=32)
+    scales = _read_float16(blocks, 64)
+    return scales * (codes.astype(np.float32) - 1)
 
 
 def _decode_iq4_nl(blocks: Bytes) -> Floats:
-    """d (2 bytes), codes of `IQ4_VALUES` (16)."""
-    return _read_float16(blocks, 0) * IQ4_VALUES[_unpack_32_nibbles(blocks[:, 2:])]
+    """Decode IQ4_NL: scale (2 bytes), 32 codes of 4 bits (16). `IQ4_VALUES` has their values."""
+    scales = _read_float16(blocks, 0)
+    codes = _unpack_32_nibbles(blocks[:, 2:])
+    return scales * IQ4_VALUES[codes]
 
 
 def _decode_iq4_xs(blocks: Bytes) -> Floats:
-    """d (2 bytes), the high two bits of eight scales (2), their low four bits (4), codes (128)."""
+    """Decode IQ4_XS: 8 groups of 32 elements. `IQ4_VALUES` has the values of the codes.
+
+    Fields: the block's scale (2 bytes), the high two bits of the groups' scales (2), their low four
+    bits (4), codes of 4 bits (128). The scale of a group is stored plus 32.
+    """
     high_scale_bits = _unpack_fields(blocks[:, 2:4], bits=2, run=1)
     low_scale_bits = _unpack_fields(blocks[:, 4:8], bits=4, run=1)
-    scales = (low_scale_bits | high_scale_bits << 4).astype(np.float32) - 32
+    stored_scales = low_scale_bits | high_scale_bits << 4
+    group_scales = stored_scales.astype(np.float32) - 32
+    scales = _read_float16(blocks, 0) * group_scales
     codes = _unpack_fields(blocks[:, 8:], bits=4, run=16)
-    return _scale_groups(_read_float16(blocks, 0) * scales, IQ4_VALUES[codes])
+    return _scale_groups(scales, IQ4_VALUES[codes])
 
 
 def _decode_mxfp4(blocks: Bytes) -> Floats:
-    """The biased exponent of the scale (1 byte), codes of float4_e2m1fn (16)."""
+    """Decode MXFP4: the biased exponent of the scale (1 byte), 32 codes of float4_e2m1fn (16)."""
     # The bias is 127. Subtracting 128 halves the scale, because the values are doubled.
-    half_scale = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
-    return half_scale * DOUBLED_E2M1_VALUES[_unpack_32_nibbles(blocks[:, 1:])]
+    exponents = blocks[:, :1].astype(np.int32) - 128
+    half_scales = np.ldexp(np.float32(1), exponents)
+    codes = _unpack_32_nibbles(blocks[:, 1:])
+    return half_scales * DOUBLED_E2M1_VALUES[codes]
 
 
 BLOCK_TYPES = {
@@ -288,5 +361,6 @@ def number_shape(shape: tuple[int, ...], blocks: str | None) -> tuple[int, ...]:
     ((4096, 4096), (4096, 4096))
     """
     block_type = BLOCK_TYPES.get(blocks or "")
-    decoded_shape = None if block_type is None else block_type.decoded_shape(shape)
-    return shape if decoded_shape is None else decoded_shape
+    if block_type is None:
+        return shape
+    return block_type.decoded_shape(shape) or shape

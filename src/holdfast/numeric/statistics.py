@@ -63,14 +63,18 @@ def has_numbers(tensor: LazyTensor) -> bool:
 
 def is_counted_by_pattern(tensor: LazyTensor) -> bool:
     """Return whether the bit patterns of the elements are counted, so that one reading suffices."""
+    if tensor.dtype.paired:
+        return False
     itemsize = tensor.dtype.numpy.itemsize
     is_large = tensor.size >= SMALL_ELEMENTS
-    return not tensor.dtype.paired and (itemsize == 1 or (itemsize == 2 and is_large))
+    return itemsize == 1 or (itemsize == 2 and is_large)
 
 
 def _number_dtype(tensor: LazyTensor) -> AnyDType:
     """Return the dtype of the elements. Booleans are numbers of one byte."""
-    return np.dtype(np.uint8) if tensor.dtype.kind == "bool" else tensor.dtype.numpy
+    if tensor.dtype.kind == "bool":
+        return np.dtype(np.uint8)
+    return tensor.dtype.numpy
 
 
 class Moments(Value, frozen=True):
@@ -114,8 +118,12 @@ class Moments(Value, frozen=True):
         """Compute the moments of one step, and overwrite it.
 
         If all numbers are finite, they are replaced by their distances from the mean.
+
+        Args:
+            numbers: The numbers of the step.
+            start: The index of the first of them in the tensor.
         """
-        # If a number is NaN, both are. If one is infinite, at least one of both is.
+        # If a number is NaN, its minimum and maximum are NaN. If one is infinite, one of both is.
         low = float(numbers.min())
         high = float(numbers.max())
         if not (math.isfinite(low) and math.isfinite(high)):
@@ -146,17 +154,21 @@ class Moments(Value, frozen=True):
         )
 
     def __add__(self, other: Moments) -> Moments:
-        """Merge the moments of two sets of numbers (Chan, Golub and LeVeque, 1979)."""
+        """Merge the moments of two sets of numbers (Chan, Golub and LeVeque, 1979).
+
+        The squared distance between the two means adds to the sum of squared deviations.
+        """
         finite = self.finite + other.finite
-        other_share = other.finite / finite if finite else 0.0
-        distance = other.mean - self.mean
-        between = distance * self.finite * other_share * distance
+        # The share of the other numbers among all finite numbers.
+        other_fraction = other.finite / finite if finite else 0.0
+        mean_distance = other.mean - self.mean
+        between_deviations = mean_distance * self.finite * other_fraction * mean_distance
         return Moments(
             finite=finite,
             low=min(self.low, other.low),
             high=max(self.high, other.high),
-            mean=self.mean + distance * other_share,
-            deviations=self.deviations + other.deviations + between,
+            mean=self.mean + mean_distance * other_fraction,
+            deviations=self.deviations + other.deviations + between_deviations,
             squares=self.squares + other.squares,
             nans=self.nans + other.nans,
             infinities=self.infinities + other.infinities,
@@ -168,14 +180,18 @@ class Moments(Value, frozen=True):
 
 def earlier_index(a: int | None, b: int | None) -> int | None:
     """Return the lower of two indices, either of which may be absent."""
-    if a is None or b is None:
-        return b if a is None else a
+    if a is None:
+        return b
+    if b is None:
+        return a
     return min(a, b)
 
 
 def first_index(mask: Bools, start: int) -> int | None:
     """Return the index of the first true element of a mask that begins at `start`."""
-    return start + int(mask.argmax()) if mask.any() else None
+    if not mask.any():
+        return None
+    return start + int(mask.argmax())
 
 
 def iterate_as_float64(values: np.ndarray) -> Iterator[Floats]:
@@ -184,7 +200,9 @@ def iterate_as_float64(values: np.ndarray) -> Iterator[Floats]:
         step = values[start : start + STEP_ELEMENTS]
         if step.dtype.names:
             # Complex numbers of a dtype that numpy does not have.
-            yield np.hypot(step["real"].astype(np.float64), step["imag"].astype(np.float64))
+            real = step["real"].astype(np.float64)
+            imaginary = step["imag"].astype(np.float64)
+            yield np.hypot(real, imaginary)
             continue
         # Converting a signalling NaN raises the flag for invalid operations.
         with np.errstate(invalid="ignore"):
@@ -212,10 +230,19 @@ def compute_histogram(values: np.ndarray, moments: Moments, bins: int) -> Ints:
 
 
 def _add_to_bins(counts: Ints, numbers: Floats, weights: Ints | None, moments: Moments) -> None:
-    """Count finite numbers, and overwrite them. Each counts as often as its weight, or once."""
+    """Count finite numbers in the bins of a histogram. The numbers are overwritten.
+
+    Args:
+        counts: The count of each bin, to which the numbers are added. All bins have the same width.
+        numbers: The numbers to count.
+        weights: How often each number counts. None if each counts once.
+        moments: The moments of the whole tensor. Its lowest number is the start of the first bin,
+            and its highest number the end of the last bin.
+    """
     bins = len(counts)
     low = moments.low
     high = moments.high
+    # If all numbers are equal, they belong to the bin in the middle.
     if low == high:
         counts[bins // 2] += numbers.size if weights is None else int(weights.sum())
         return
@@ -225,6 +252,7 @@ def _add_to_bins(counts: Ints, numbers: Floats, weights: Ints | None, moments: M
         numbers /= 2
         low /= 2
         high /= 2
+    # The position of a number, counted in bins. Its integer part is the index of the bin.
     numbers -= low
     numbers /= high - low
     numbers *= bins
@@ -233,11 +261,14 @@ def _add_to_bins(counts: Ints, numbers: Floats, weights: Ints | None, moments: M
     # to the last one.
     bin_counts = np.zeros(bins + 1, np.int64)
     if weights is not None:
-        np.add.at(bin_counts, numbers.astype(np.intp), weights)
+        bin_indices = numbers.astype(np.intp)
+        np.add.at(bin_counts, bin_indices, weights)
     elif bins <= MAX_PAIRED_BINS:
-        bin_counts += _count_in_pairs(numbers.astype(np.int32), bins + 1)
+        narrow_indices = numbers.astype(np.int32)
+        bin_counts += _count_in_pairs(narrow_indices, bins + 1)
     else:
-        bin_counts += np.bincount(numbers.astype(np.intp), minlength=bins + 1)
+        bin_indices = numbers.astype(np.intp)
+        bin_counts += np.bincount(bin_indices, minlength=bins + 1)
     counts += bin_counts[:bins]
     counts[-1] += bin_counts[bins]
 
@@ -247,13 +278,23 @@ def _count_in_pairs(indices: npt.NDArray[np.int32], bins: int) -> Ints:
 
     Most time goes into adding to a counter, and even more if the same counter was just added to.
     Pairs halve the additions and spread them over the square of the counters.
+
+    Args:
+        indices: The bin of each number.
+        bins: The number of bins.
     """
-    half = len(indices) // 2
-    pairs = indices[:half] * np.int32(bins)
-    pairs += indices[half : 2 * half]
+    pair_count = len(indices) // 2
+    first_indices = indices[:pair_count]
+    second_indices = indices[pair_count : 2 * pair_count]
+    unpaired_indices = indices[2 * pair_count :]
+
+    pairs = first_indices * np.int32(bins)
+    pairs += second_indices
     pair_counts = np.bincount(pairs, minlength=bins**2).reshape(bins, bins)
-    unpaired_counts = np.bincount(indices[2 * half :], minlength=bins)
-    return np.asarray(pair_counts.sum(axis=0) + pair_counts.sum(axis=1) + unpaired_counts)
+    first_counts = pair_counts.sum(axis=1)
+    second_counts = pair_counts.sum(axis=0)
+    unpaired_counts = np.bincount(unpaired_indices, minlength=bins)
+    return np.asarray(first_counts + second_counts + unpaired_counts)
 
 
 class NumberStats:
@@ -278,31 +319,42 @@ class NumberStats:
         self._histograms: dict[int, Ints] = {}
 
     def add(self, start: int, values: np.ndarray) -> None:
-        """Add a block whose first element has the index `start`."""
+        """Add a block of elements to the moments, and to the histogram if its range is known.
+
+        Args:
+            start: The index of the first element in the tensor.
+            values: The elements.
+        """
         if self._pattern_counts is not None:
             self._pattern_counts.add(values, start)
             return
 
         moments = self._known_moments
         if moments is None:
-            moments = self._moments[start] = Moments.from_values(values, start)
+            moments = Moments.from_values(values, start)
+            self._moments[start] = moments
+        # A block knows the range of the histogram after a first reading, or if it is the only one.
         is_range_known = self._known_moments is not None or values.size == self._size
         if self._bins and moments.finite and is_range_known:
             self._histograms[start] = compute_histogram(values, moments, self._bins)
 
     def result(self) -> tuple[Moments, Ints | None]:
-        """Return the moments, and the histogram if it could be computed."""
+        """Return the moments of the tensor and its histogram.
+
+        The histogram is None if it is not wanted, or if a second reading is needed for it.
+        """
         if self._pattern_counts is not None:
             moments = self._pattern_counts.moments()
             if not (self._bins and moments.finite):
                 return moments, None
             return moments, self._pattern_counts.histogram(moments, self._bins)
 
-        block_moments = (self._moments[start] for start in sorted(self._moments))
+        block_moments = [self._moments[start] for start in sorted(self._moments)]
         moments = self._known_moments or sum(block_moments, Moments())
         if not self._histograms:
             return moments, None
-        return moments, np.sum([*self._histograms.values()], axis=0)
+        histograms = list(self._histograms.values())
+        return moments, np.sum(histograms, axis=0)
 
 
 class BitPatternCounts:
@@ -316,12 +368,19 @@ class BitPatternCounts:
     @cached_property
     def counts(self) -> Ints:
         """How often each pattern occurs, by the pattern as an unsigned integer."""
-        return np.zeros(1 << (8 * self.dtype.itemsize), np.int64)
+        pattern_count = 1 << (8 * self.dtype.itemsize)
+        return np.zeros(pattern_count, np.int64)
 
     def add(self, values: np.ndarray, start: int = 0) -> None:
-        """Count the patterns of a block whose first element has the index `start`."""
+        """Count the bit patterns of a block.
+
+        Args:
+            values: The elements of the block, of one or two bytes each.
+            start: The index of the first element in the tensor.
+        """
         patterns = values.view(f"u{self.dtype.itemsize}")
-        block_counts = np.bincount(patterns, minlength=1 << (8 * self.dtype.itemsize))
+        pattern_count = 1 << (8 * self.dtype.itemsize)
+        block_counts = np.bincount(patterns, minlength=pattern_count)
 
         # The counts tell whether a block has NaN or infinities. Only then it is searched for them.
         nonfinite = Moments()
@@ -354,7 +413,8 @@ class BitPatternCounts:
         if not finite:
             return self._nonfinite
 
-        mean = float((numbers * counts).sum()) / finite
+        total = float((numbers * counts).sum())
+        mean = total / finite
         distances = numbers - mean
         return self._nonfinite + Moments(
             finite=finite,
@@ -376,7 +436,8 @@ class BitPatternCounts:
 @lru_cache(maxsize=16)
 def pattern_numbers(dtype: AnyDType) -> Floats:
     """Return the number of each bit pattern of a dtype of one or two bytes."""
-    patterns = np.arange(1 << (8 * dtype.itemsize), dtype=f"u{dtype.itemsize}")
+    pattern_count = 1 << (8 * dtype.itemsize)
+    patterns = np.arange(pattern_count, dtype=f"u{dtype.itemsize}")
     with np.errstate(invalid="ignore"):
         return patterns.view(dtype).astype(np.float64)
 
@@ -384,11 +445,13 @@ def pattern_numbers(dtype: AnyDType) -> Floats:
 @lru_cache(maxsize=16)
 def nonfinite_patterns(dtype: AnyDType) -> Ints:
     """Return the bit patterns of NaN and infinities. Integers have none."""
-    return np.flatnonzero(~np.isfinite(pattern_numbers(dtype)))
+    is_finite = np.isfinite(pattern_numbers(dtype))
+    return np.flatnonzero(~is_finite)
 
 
 @lru_cache(maxsize=16)
 def _pattern_squares(dtype: AnyDType) -> Floats:
+    """Return the square of the number of each bit pattern, and 0 for NaN and infinities."""
     return _square_finite(pattern_numbers(dtype))
 
 
@@ -428,34 +491,43 @@ class HigherMoments(Value, frozen=True):
         """Compute the sums from the distances of numbers from their mean."""
         with np.errstate(over="ignore", invalid="ignore"):
             squares = distances * distances
-            return cls(inner_product(squares, distances), inner_product(squares, squares))
+            return cls(
+                cubes=inner_product(squares, distances), fourths=inner_product(squares, squares)
+            )
 
     def merge(self, other: HigherMoments, a: Moments, b: Moments) -> HigherMoments:
-        """Return the sums for the numbers of both (Pébay, "Formulas for robust, one-pass parallel
-        computation of covariances and arbitrary-order statistical moments", 2008).
+        """Return the sums for the numbers of two sets together.
+
+        The formulas are those of Pébay ("Formulas for robust, one-pass parallel computation of
+        covariances and arbitrary-order statistical moments", 2008), with his names.
 
         Args:
-            other: The sums of the other numbers.
+            other: The sums of the other set.
             a: The moments of the numbers of `self`.
-            b: The moments of the other numbers.
+            b: The moments of the numbers of the other set.
         """
-        if not a.finite or not b.finite:
-            return self if a.finite else other
-        n = a.finite
-        m = b.finite
-        count = n + m
-        distance = b.mean - a.mean
+        if not b.finite:
+            return self
+        if not a.finite:
+            return other
+        n_a = a.finite
+        n_b = b.finite
+        n = n_a + n_b
+        delta = b.mean - a.mean
         # A power that exceeds float64 would raise an error. A product becomes infinite.
-        square = distance * distance
+        delta_2 = delta * delta
 
         cubes = self.cubes + other.cubes
-        cubes += square * distance * n * m * (n - m) / count**2
-        cubes += 3 * distance * (n * b.deviations - m * a.deviations) / count
+        cubes += delta_2 * delta * n_a * n_b * (n_a - n_b) / n**2
+        cubes += 3 * delta * (n_a * b.deviations - n_b * a.deviations) / n
 
+        count_factor = n_a * n_a - n_a * n_b + n_b * n_b
+        weighted_deviations = n_a * n_a * b.deviations + n_b * n_b * a.deviations
+        weighted_cubes = n_a * other.cubes - n_b * self.cubes
         fourths = self.fourths + other.fourths
-        fourths += square * square * n * m * (n * n - n * m + m * m) / count**3
-        fourths += 6 * square * (n * n * b.deviations + m * m * a.deviations) / count**2
-        fourths += 4 * distance * (n * other.cubes - m * self.cubes) / count
+        fourths += delta_2 * delta_2 * n_a * n_b * count_factor / n**3
+        fourths += 6 * delta_2 * weighted_deviations / n**2
+        fourths += 4 * delta * weighted_cubes / n
         return HigherMoments(cubes, fourths)
 
 
@@ -466,51 +538,73 @@ class SquareSums:
     """
 
     def __init__(self, shape: Sequence[int], groups: int) -> None:
+        """Prepare for the squares of a tensor.
+
+        Args:
+            shape: The shape of the tensor.
+            groups: The largest number of groups of rows, and of columns.
+        """
         self._column_count = shape[-1] if shape else 1
         self._row_count = math.prod(shape[:-1])
         self.rows = np.zeros(min(groups, self._row_count))
         self.columns = np.zeros(min(groups, self._column_count))
+
+        # The first column of each group. Dividing negative numbers rounds up.
         group_count = len(self.columns)
-        self._first_columns = -(-np.arange(group_count) * self._column_count // max(group_count, 1))
+        negative_offsets = -np.arange(group_count) * self._column_count
+        self._first_columns = -(negative_offsets // max(group_count, 1))
         self._lock = threading.Lock()
 
     def add(self, start: int, squares: Floats) -> None:
-        """Add the squares of consecutive elements, the first of which has the index `start`."""
+        """Add the squares of consecutive elements to the sums of their rows and columns.
+
+        Args:
+            start: The index of the first element in C order.
+            squares: The square of each element.
+        """
         width = self._column_count
         offset = 0
         while offset < squares.size:
             row, column = divmod(start + offset, width)
-            whole_rows = (squares.size - offset) // width
-            if column or not whole_rows:
-                # The rest of a row, or a part of it.
-                stop = min(squares.size, offset + width - column)
+            remaining_count = squares.size - offset
+            whole_row_count = remaining_count // width
+            if column or not whole_row_count:
+                # Only a part of this row was passed, or is left.
+                stop = offset + min(remaining_count, width - column)
                 rectangle = squares[offset:stop].reshape(1, -1)
             else:
-                stop = offset + whole_rows * width
-                rectangle = squares[offset:stop].reshape(whole_rows, width)
+                stop = offset + whole_row_count * width
+                rectangle = squares[offset:stop].reshape(whole_row_count, width)
             self._add_rectangle(row, column, rectangle)
             offset = stop
 
     def _add_rectangle(self, row: int, column: int, squares: Floats) -> None:
+        """Add the squares of a rectangle, whose first element is at this row and column."""
         height, width = squares.shape
-        row_groups = (row + np.arange(height)) * len(self.rows) // self._row_count
+        row_indices = row + np.arange(height)
+        row_groups = row_indices * len(self.rows) // self._row_count
         row_sums = np.bincount(row_groups, squares.sum(axis=1), minlength=len(self.rows))
 
-        column_sums = squares.sum(axis=0) if height > 1 else squares[0]
+        # The groups of columns that the rectangle touches, and where each starts in the rectangle.
         first_group = int(np.searchsorted(self._first_columns, column, "right")) - 1
-        group_stop = int(np.searchsorted(self._first_columns, column + width))
-        groups = slice(first_group, group_stop)
+        stop_group = int(np.searchsorted(self._first_columns, column + width))
+        groups = slice(first_group, stop_group)
         group_starts = np.maximum(self._first_columns[groups] - column, 0)
+        column_sums = squares.sum(axis=0) if height > 1 else squares[0]
         group_sums = np.add.reduceat(column_sums, group_starts)
         with self._lock:
             self.rows += row_sums
             self.columns[groups] += group_sums
 
     def norms(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return the norms of the groups of rows, and of columns, if there are at least two."""
-        rows = tuple(np.sqrt(self.rows).tolist()) if self._row_count > 1 else ()
-        columns = tuple(np.sqrt(self.columns).tolist()) if self._column_count > 1 else ()
-        return rows, columns
+        """Return the L2 norms of the groups of rows, and of columns, if there are at least two."""
+        row_norms: tuple[float, ...] = ()
+        column_norms: tuple[float, ...] = ()
+        if self._row_count > 1:
+            row_norms = tuple(np.sqrt(self.rows).tolist())
+        if self._column_count > 1:
+            column_norms = tuple(np.sqrt(self.columns).tolist())
+        return row_norms, column_norms
 
 
 def _square_finite(numbers: Floats) -> Floats:
@@ -554,10 +648,9 @@ class DistributionBuilder:
         """
         self._is_small = count <= SMALL_ELEMENTS
         self._is_counted = not self._is_small and is_counted_by_pattern(tensor)
-        # The patterns of the elements, or the upper halves of wide numbers as float32.
-        self._pattern_counts = BitPatternCounts(
-            _number_dtype(tensor) if self._is_counted else np.dtype(np.uint16)
-        )
+        # Counts the patterns of the elements, or the upper halves of wide numbers as float32.
+        pattern_dtype = _number_dtype(tensor) if self._is_counted else np.dtype(np.uint16)
+        self._pattern_counts = BitPatternCounts(pattern_dtype)
         self._square_sums: SquareSums | None = None
         # With two numbers in a byte, the shape does not count numbers.
         if groups and tensor.dtype.name != FLOAT4_PAIRS:
@@ -574,12 +667,21 @@ class DistributionBuilder:
             self._blocks[start] = self._summarize_wide(start, values)
 
     def _summarize_small(self, start: int, values: np.ndarray) -> BlockSummary:
-        numbers = np.concatenate([np.zeros(0), *iterate_as_float64(values)])
+        """Summarize a block of a small tensor, whose numbers are kept and sorted at the end."""
+        steps = list(iterate_as_float64(values))
+        numbers = np.concatenate([np.zeros(0), *steps])
         if self._square_sums is not None:
             self._square_sums.add(start, _square_finite(numbers))
-        return BlockSummary(values.size, Moments.from_values(numbers, start), numbers=numbers)
+        moments = Moments.from_values(numbers, start)
+        return BlockSummary(values.size, moments, numbers=numbers)
 
     def _count_patterns(self, start: int, values: np.ndarray) -> BlockSummary:
+        """Count the bit patterns of a block of narrow elements.
+
+        Args:
+            start: The index of the first element in the tensor.
+            values: The elements, of one or two bytes each.
+        """
         self._pattern_counts.add(values, start)
         if self._square_sums is not None:
             squares = _pattern_squares(values.dtype)
@@ -590,6 +692,7 @@ class DistributionBuilder:
         return BlockSummary(values.size)
 
     def _summarize_wide(self, start: int, values: np.ndarray) -> BlockSummary:
+        """Summarize a block of wide elements, step by step."""
         summary = BlockSummary(values.size)
         for numbers in iterate_as_float64(values):
             self._add_step(summary, start, numbers)
@@ -597,6 +700,13 @@ class DistributionBuilder:
         return summary
 
     def _add_step(self, summary: BlockSummary, start: int, numbers: Floats) -> None:
+        """Add the numbers of one step to the summary of its block. The numbers are overwritten.
+
+        Args:
+            summary: The summary of the block.
+            start: The index of the first number in the tensor.
+            numbers: The numbers.
+        """
         if self._square_sums is not None:
             self._square_sums.add(start, _square_finite(numbers))
 
@@ -628,38 +738,24 @@ class DistributionBuilder:
         for block in blocks:
             higher_moments = higher_moments.merge(block.higher_moments, moments, block.moments)
             moments += block.moments
-        fourths = higher_moments.fourths
-
-        is_exact = self._is_small or self._is_counted
         if self._is_counted:
             moments = self._pattern_counts.moments()
-            numbers, counts = self._pattern_counts.finite_numbers()
-            order = np.argsort(numbers, kind="stable")
-            ranges = NumberRanges(numbers[order], numbers[order], counts[order])
-        elif self._is_small:
-            block_numbers = [block.numbers for block in blocks if block.numbers is not None]
-            numbers = np.concatenate([np.zeros(0), *block_numbers])
-            numbers, counts = np.unique(numbers[np.isfinite(numbers)], return_counts=True)
-            ranges = NumberRanges(numbers, numbers, counts)
-        else:
-            ranges = _find_ranges(self._pattern_counts.counts, moments)
-        if is_exact:
-            with np.errstate(over="ignore", invalid="ignore"):
-                squares = np.square(ranges.lows - moments.mean)
-                fourths = float((squares * squares * ranges.counts).sum())
+        ranges = self._collect_ranges(blocks, moments)
+        is_exact = self._is_small or self._is_counted
+        fourths = _sum_fourths(ranges, moments) if is_exact else higher_moments.fourths
 
-        rows, columns = self._square_sums.norms() if self._square_sums else ((), ())
-        negatives = int(ranges.counts[ranges.lows < 0].sum())
-        first_exponent, exponents = _count_exponents(
-            # The end that is nearer to zero.
-            np.where(ranges.lows < 0, ranges.highs, ranges.lows),
-            ranges.counts,
-        )
+        rows: tuple[float, ...] = ()
+        columns: tuple[float, ...] = ()
+        if self._square_sums is not None:
+            rows, columns = self._square_sums.norms()
+        negative_count = int(ranges.counts[ranges.lows < 0].sum())
+        near_ends = np.where(ranges.lows < 0, ranges.highs, ranges.lows)
+        first_exponent, exponents = _count_exponents(near_ends, ranges.counts)
         return Distribution(
             count=sum(block.count for block in blocks),
             moments=moments,
             kurtosis=_compute_kurtosis(moments, fourths),
-            negative=negatives / moments.finite if moments.finite else None,
+            negative=negative_count / moments.finite if moments.finite else None,
             first_exponent=first_exponent,
             exponents=exponents,
             quantiles=_interpolate_quantiles(ranges, moments),
@@ -667,6 +763,29 @@ class DistributionBuilder:
             rows=rows,
             columns=columns,
         )
+
+    def _collect_ranges(self, blocks: Sequence[BlockSummary], moments: Moments) -> NumberRanges:
+        """Return the finite numbers of all blocks in ascending order."""
+        if self._is_counted:
+            numbers, counts = self._pattern_counts.finite_numbers()
+            order = np.argsort(numbers, kind="stable")
+            sorted_numbers = numbers[order]
+            return NumberRanges(sorted_numbers, sorted_numbers, counts[order])
+        if self._is_small:
+            block_numbers = [block.numbers for block in blocks if block.numbers is not None]
+            numbers = np.concatenate([np.zeros(0), *block_numbers])
+            finite_numbers = numbers[np.isfinite(numbers)]
+            distinct_numbers, counts = np.unique(finite_numbers, return_counts=True)
+            return NumberRanges(distinct_numbers, distinct_numbers, counts)
+        return _find_ranges(self._pattern_counts.counts, moments)
+
+
+def _sum_fourths(exact_numbers: NumberRanges, moments: Moments) -> float:
+    """Return the sum of the fourth powers of the distances from the mean."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = np.square(exact_numbers.lows - moments.mean)
+        fourths = squares * squares * exact_numbers.counts
+        return float(fourths.sum())
 
 
 def _compute_kurtosis(moments: Moments, fourths: float) -> float | None:
@@ -682,16 +801,23 @@ def _count_exponents(numbers: Floats, counts: Ints) -> tuple[int, tuple[int, ...
 
     Zeros have no exponent.
 
+    Args:
+        numbers: Finite numbers.
+        counts: How often each of them occurs.
+
     >>> _count_exponents(np.array([0.0, 0.5, -0.6, 3.0]), np.array([9, 1, 2, 4]))
     (-1, (3, 0, 4))
     """
     is_nonzero = numbers != 0
+    _, raised_exponents = np.frexp(numbers[is_nonzero])
     # `frexp` returns fractions below 1, so its exponents are larger by 1.
-    exponents = np.frexp(numbers[is_nonzero])[1] - 1
+    exponents = raised_exponents - 1
     if not exponents.size:
         return 0, ()
+
     first_exponent = int(exponents.min())
-    exponent_counts = np.zeros(int(exponents.max()) - first_exponent + 1, np.int64)
+    last_exponent = int(exponents.max())
+    exponent_counts = np.zeros(last_exponent - first_exponent + 1, np.int64)
     np.add.at(exponent_counts, exponents - first_exponent, counts[is_nonzero])
     return first_exponent, tuple(exponent_counts.tolist())
 
@@ -704,12 +830,16 @@ def _find_ranges(upper_half_counts: Ints, moments: Moments) -> NumberRanges:
         moments: The moments of the numbers. No range exceeds their lowest and highest number.
     """
     upper_halves = np.flatnonzero(upper_half_counts)
-    bits = upper_halves.astype(np.uint32) << 16
-    # Each range ends near zero and far from zero. The range of infinity has no far end, because its
-    # bits are those of NaN. It contains the finite numbers that exceed float32.
-    near_ends = bits.view(np.float32).astype(np.float64)
+    counts = upper_half_counts[upper_halves]
+
+    # A range ends near zero, where all lower bits are 0, and far from zero, where they are 1. The
+    # range of infinity has no far end, because its bits are those of NaN. It contains the finite
+    # numbers that exceed float32.
+    near_bits = upper_halves.astype(np.uint32) << 16
+    far_bits = near_bits | 0xFFFF
+    near_ends = near_bits.view(np.float32).astype(np.float64)
     with np.errstate(invalid="ignore"):
-        far_ends = (bits | 0xFFFF).view(np.float32).astype(np.float64)
+        far_ends = far_bits.view(np.float32).astype(np.float64)
     far_ends = np.where(np.isfinite(far_ends), far_ends, near_ends)
 
     near_ends = np.clip(near_ends, moments.low, moments.high)
@@ -717,22 +847,28 @@ def _find_ranges(upper_half_counts: Ints, moments: Moments) -> NumberRanges:
     lows = np.minimum(near_ends, far_ends)
     highs = np.maximum(near_ends, far_ends)
     order = np.argsort(lows, kind="stable")
-    return NumberRanges(lows[order], highs[order], upper_half_counts[upper_halves][order])
+    return NumberRanges(lows[order], highs[order], counts[order])
 
 
 def _interpolate_quantiles(ranges: NumberRanges, moments: Moments) -> tuple[float, ...]:
     """Return the quantiles, as if the numbers of each range were evenly spaced in it."""
     if not ranges.counts.size:
         return ()
-    stops = np.cumsum(ranges.counts)
-    total = int(stops[-1])
+    stop_ranks = np.cumsum(ranges.counts)
+    last_rank = int(stop_ranks[-1]) - 1
     quantiles: list[float] = []
     for quantile in QUANTILES:
-        rank = quantile * (total - 1)
-        index = min(int(np.searchsorted(stops, math.floor(rank), "right")), len(stops) - 1)
-        count = float(ranges.counts[index])
-        position = (rank - float(stops[index] - ranges.counts[index]) + 0.5) / count
-        span = ranges.highs[index] - ranges.lows[index]
-        quantiles.append(float(ranges.lows[index] + span * min(max(position, 0.0), 1.0)))
+        # The rank of a number is its position among all numbers in ascending order.
+        rank = quantile * last_rank
+        range_index = int(np.searchsorted(stop_ranks, math.floor(rank), "right"))
+        range_index = min(range_index, len(stop_ranks) - 1)
+
+        count = float(ranges.counts[range_index])
+        start_rank = float(stop_ranks[range_index]) - count
+        fraction = (rank - start_rank + 0.5) / count
+        fraction = min(max(fraction, 0.0), 1.0)
+        low = ranges.lows[range_index]
+        high = ranges.highs[range_index]
+        quantiles.append(float(low + (high - low) * fraction))
     # The lowest and the highest number are known exactly.
     return (moments.low, *quantiles[1:-1], moments.high)

@@ -69,7 +69,9 @@ def common_order(dtypes: Sequence[str]) -> str:
     distinct_dtypes = set(dtypes)
     if len(distinct_dtypes) == 1:
         return distinct_dtypes.pop()
-    return "float64" if "float64" in distinct_dtypes else "float32"
+    if "float64" in distinct_dtypes:
+        return "float64"
+    return "float32"
 
 
 def pruned_count(level: float, count: int) -> int:
@@ -80,7 +82,10 @@ def pruned_count(level: float, count: int) -> int:
     >>> pruned_count(0.5, 5), pruned_count(0.9, 4), pruned_count(1, 4)
     (2, 3, 4)
     """
-    return count if level == 1 else max(0, min(round(level * count), count - 1))
+    if level == 1:
+        return count
+    rounded_count = round(level * count)
+    return max(0, min(rounded_count, count - 1))
 
 
 class Threshold(Value, frozen=True):
@@ -91,8 +96,9 @@ class Threshold(Value, frozen=True):
 
     @property
     def value(self) -> float:
-        """The magnitude of a key of 63 bits."""
-        return float(np.int64(self.key).view(np.float64))
+        """The magnitude that has this key, if it is the key of a float64."""
+        bits = np.int64(self.key)
+        return float(bits.view(np.float64))
 
 
 class SearchPass(Value, frozen=True):
@@ -127,12 +133,22 @@ class SearchPass(Value, frozen=True):
         return np.asarray(keys[prefixes == self.prefix])
 
     def count_keys(self, keys: np.ndarray, width: int) -> Ints:
-        """Return the histogram of the keys that begin with the prefix. Keys have `width` bits."""
+        """Count the keys that begin with the prefix by their next bits.
+
+        Args:
+            keys: Some of the keys.
+            width: The number of bits of a key.
+
+        Returns:
+            The histogram, with `bin_count` bins.
+        """
         bins = self.select_keys(keys, width)
+        unsigned = bins.dtype.type
         if self.bin_shift:
-            bins = bins >> bins.dtype.type(self.bin_shift)
+            bins = bins >> unsigned(self.bin_shift)
+        # Remove the prefix.
         if self.prefix_shift < width:
-            bins = bins & bins.dtype.type(self.bin_count - 1)
+            bins = bins & unsigned(self.bin_count - 1)
         return np.bincount(bins.astype(np.int64), minlength=self.bin_count)
 
 
@@ -144,7 +160,10 @@ the threshold."""
 def search_threshold(count: int, *, total: int, width: int) -> Search:
     """Find the `count`-th lowest key by radix selection.
 
-    A generator, because the passes of many searches over many tensors are made together.
+    Each pass over all keys counts those that begin with a prefix, by their next bits. The bin that
+    contains the wanted key makes the prefix longer. When few keys begin with it, they are sorted.
+
+    This is a generator, because the passes of many searches over many tensors are made together.
 
     Args:
         count: How many keys are pruned, at least one.
@@ -160,11 +179,15 @@ def search_threshold(count: int, *, total: int, width: int) -> Search:
         if candidate_count <= SORTED_KEYS and len(bin_shifts) > 1:
             break
         histogram = yield SearchPass(prefix, prefix_shift, bin_shift)
-        stops = histogram.cumsum()
-        bin_index = int(np.searchsorted(stops, count))
+        bin_stops = histogram.cumsum()
+        bin_index = int(np.searchsorted(bin_stops, count))
         candidate_count = int(histogram[bin_index])
-        count -= int(stops[bin_index]) - candidate_count
-        prefix = (prefix << (prefix_shift - bin_shift)) + bin_index
+
+        # From now on, `count` counts among the keys of this bin.
+        lower_count = int(bin_stops[bin_index]) - candidate_count
+        count -= lower_count
+        prefix_extension_bits = prefix_shift - bin_shift
+        prefix = (prefix << prefix_extension_bits) + bin_index
         prefix_shift = bin_shift
 
     if not prefix_shift:
@@ -179,8 +202,10 @@ def _find_by_sorting(keys: np.ndarray, count: int) -> Threshold:
     >>> _find_by_sorting(np.array([5, 9, 9, 2]), 3)
     Threshold(key=9, ties=1)
     """
-    key = np.partition(keys, count - 1)[count - 1]
-    return Threshold(int(key), count - int(np.count_nonzero(keys < key)))
+    partitioned_keys = np.partition(keys, count - 1)
+    key = partitioned_keys[count - 1]
+    lower_count = int(np.count_nonzero(keys < key))
+    return Threshold(int(key), ties=count - lower_count)
 
 
 def run_search(search: Search, run_pass: Callable[[SearchPass], np.ndarray]) -> Threshold:
@@ -201,7 +226,9 @@ def run_search(search: Search, run_pass: Callable[[SearchPass], np.ndarray]) -> 
 
 
 def magnitude_keys(values: np.ndarray, order: str) -> np.ndarray:
-    """Return the keys of absolute values.
+    """Return the keys of absolute values: their bits, which are in the order of the numbers.
+
+    Every NaN has the highest key (`nan_key`).
 
     Args:
         values: Floats of any type.
@@ -214,8 +241,9 @@ def magnitude_keys(values: np.ndarray, order: str) -> np.ndarray:
             values = values.astype(key_order.float_dtype)
 
     unsigned = key_order.bits_dtype.type
-    magnitude_mask = (1 << (8 * key_order.bits_dtype.itemsize - 1)) - 1
-    keys: np.ndarray = values.view(key_order.bits_dtype) & unsigned(magnitude_mask)
+    sign_bit = 1 << (8 * key_order.bits_dtype.itemsize - 1)
+    magnitude_mask = unsigned(sign_bit - 1)
+    keys: np.ndarray = values.view(key_order.bits_dtype) & magnitude_mask
     # Finding the maximum takes a tenth of the time of the replacement.
     if keys.size and keys.max() > key_order.infinity_key:
         np.minimum(keys, unsigned(nan_key(order)), out=keys)
@@ -225,18 +253,24 @@ def magnitude_keys(values: np.ndarray, order: str) -> np.ndarray:
 def random_keys(start: int, stop: int, seed: int) -> np.ndarray:
     """Return the keys of the elements from `start` to `stop` (exclusive) in a random order.
 
+    The key of an element is the output of the generator SplitMix64 for its index, without the lowest
+    bit. So the keys of any part of a tensor can be computed by themselves.
+
     >>> random_keys(0, 2, 0).tolist()
     [8147104208329303767, 3980143261097177850]
     """
+    first_factor, second_factor = FACTORS
     keys = np.empty(stop - start, np.uint64)
     for offset in range(0, len(keys), RUN_KEYS):
         run = keys[offset : offset + RUN_KEYS]
-        first = start + offset + 1
-        states = np.arange(first, first + len(run), dtype=np.uint64) * INCREMENT
+        first_state = start + offset + 1
+        states = np.arange(first_state, first_state + len(run), dtype=np.uint64)
+        states *= INCREMENT
         states += np.uint64(seed % (1 << 64))
-        for shift, factor in zip((30, 27), FACTORS, strict=True):
-            states ^= states >> np.uint64(shift)
-            states *= factor
+        states ^= states >> np.uint64(30)
+        states *= first_factor
+        states ^= states >> np.uint64(27)
+        states *= second_factor
         states ^= states >> np.uint64(31)
         np.right_shift(states, np.uint64(1), out=run)
     return keys
@@ -248,12 +282,18 @@ def mean_squares(values: np.ndarray, height: int, width: int) -> np.ndarray:
     The squares of a block are added one after the other in C order, so that the result does not
     depend on how the matrix is cut.
 
+    Args:
+        values: The matrix.
+        height: The height of a block.
+        width: The width of a block.
+
     >>> mean_squares(np.array([[1.0, 2.0, 3.0], [1.0, 0.0, 5.0]]), 2, 2).tolist()
     [[1.5, 17.0]]
     """
     row_count, column_count = values.shape
     height = min(height, row_count)
     width = min(width, column_count)
+    # The number of blocks below each other, and side by side. The divisions round up.
     grid_height = -(-row_count // height)
     grid_width = -(-column_count // width)
 
@@ -274,7 +314,8 @@ def mean_squares(values: np.ndarray, height: int, width: int) -> np.ndarray:
         np.multiply(squares, squares, out=squares)
         for position_squares in squares.reshape(-1, len(sums)):
             sums += position_squares
-        heights = np.minimum(height, row_count - np.arange(0, row_count, height))
-        widths = np.minimum(width, column_count - np.arange(0, column_count, width))
-        means: np.ndarray = sums.reshape(grid_height, grid_width) / (heights[:, None] * widths)
+        block_heights = np.minimum(height, row_count - np.arange(0, row_count, height))
+        block_widths = np.minimum(width, column_count - np.arange(0, column_count, width))
+        element_counts = block_heights[:, None] * block_widths
+        means: np.ndarray = sums.reshape(grid_height, grid_width) / element_counts
     return means

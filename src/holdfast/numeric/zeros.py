@@ -53,9 +53,16 @@ class ZeroCounter:
     """Accumulates the zero counts of a tensor from its tiles. Threads may add at the same time."""
 
     def __init__(self, shape: Sequence[int], block_shapes: Sequence[BlockShape]) -> None:
+        """Prepare for the tiles of a tensor.
+
+        Args:
+            shape: The shape of the tensor.
+            block_shapes: The shapes of blocks to count. Those that do not fit are left out.
+        """
         row_count, column_count = matrix_shape(shape)
         self._matrix_shape = row_count, column_count
         self._zeros = 0
+        # A group does not cross the end of a row of the last axis.
         group_sizes = [size for size in GROUP_SIZES if shape and shape[-1] % size == 0]
         self._max_group_nonzeros = dict.fromkeys(group_sizes, 0)
         self._zeros_in_dead_blocks: dict[BlockShape, int] = {}
@@ -66,8 +73,10 @@ class ZeroCounter:
         # A vector has no lines that could be dead. Neither has a tensor without elements, and the
         # header of a tiny file can claim that one has 2**40 rows.
         self._has_lines = len(shape) > 1 and row_count * column_count > 0
-        self._is_row_alive = np.zeros(row_count if self._has_lines else 0, np.bool_)
-        self._is_column_alive = np.zeros(column_count if self._has_lines else 0, np.bool_)
+        if not self._has_lines:
+            row_count = column_count = 0
+        self._is_row_alive = np.zeros(row_count, np.bool_)
+        self._is_column_alive = np.zeros(column_count, np.bool_)
         self._lock = threading.Lock()
 
     def add(self, start: int, values: np.ndarray) -> None:
@@ -83,16 +92,17 @@ class ZeroCounter:
         is_nonzero = np.asarray(values != 0)
         zeros = values.size - int(np.count_nonzero(is_nonzero))
 
-        # In a tile without zeros all groups are full and all lines are alive.
+        # In a tile without zeros all groups are full, no block is dead, and all lines are alive.
         max_group_nonzeros = {size: size for size in self._max_group_nonzeros}
         zeros_in_dead_blocks = dict.fromkeys(self._zeros_in_dead_blocks, 0)
         is_row_alive: Bools | bool = True
         is_column_alive: Bools | bool = True
         if zeros:
             group_bits = np.packbits(is_nonzero.reshape(-1), bitorder="little")
-            tile_bits = TileBits(is_nonzero)
             for size in max_group_nonzeros:
                 max_group_nonzeros[size] = _count_fullest_group(group_bits, size)
+
+            tile_bits = TileBits(is_nonzero)
             for height, width in zeros_in_dead_blocks:
                 live_area = tile_bits.measure_live_area(height, width)
                 zeros_in_dead_blocks[height, width] = values.size - live_area
@@ -100,7 +110,7 @@ class ZeroCounter:
             is_column_alive = tile_bits.find_live_columns()
 
         top_row, left_column = divmod(start, column_count)
-        height, width = values.shape
+        tile_height, tile_width = values.shape
         with self._lock:
             self._zeros += zeros
             for size, nonzeros in max_group_nonzeros.items():
@@ -108,8 +118,8 @@ class ZeroCounter:
             for block_shape, block_zeros in zeros_in_dead_blocks.items():
                 self._zeros_in_dead_blocks[block_shape] += block_zeros
             if self._has_lines:
-                self._is_row_alive[top_row : top_row + height] |= is_row_alive
-                self._is_column_alive[left_column : left_column + width] |= is_column_alive
+                self._is_row_alive[top_row : top_row + tile_height] |= is_row_alive
+                self._is_column_alive[left_column : left_column + tile_width] |= is_column_alive
 
     def result(self) -> ZeroCounts:
         """Return the counts of all tiles together."""
@@ -126,24 +136,35 @@ class TileBits:
     """Which elements of a tile are nonzero, as bits. Answers which blocks and lines are alive."""
 
     def __init__(self, is_nonzero: Bools) -> None:
+        """Pack a tile of booleans, which tell for each element whether it is nonzero."""
         self.shape = is_nonzero.shape
         packed = np.packbits(is_nonzero, axis=1, bitorder="little")
         # Rows of whole 64-bit words, so that blocks of any width can be read as words.
-        row_nbytes = -(-packed.shape[1] // 8) * 8
-        padded = np.zeros((len(packed), row_nbytes), np.uint8)
-        padded[:, : packed.shape[1]] = packed
+        row_count, packed_nbytes = packed.shape
+        word_count = -(-packed_nbytes // 8)
+        padded = np.zeros((row_count, word_count * 8), np.uint8)
+        padded[:, :packed_nbytes] = packed
         self._unions = {1: padded}
         """By height: a row of bits for every `height` rows of the tile, which is their union."""
 
     def find_live_rows(self) -> Bools:
-        return np.asarray(self._unions[1].any(axis=1))
+        """Return which rows have a nonzero element."""
+        row_bits = self._unions[1]
+        return np.asarray(row_bits.any(axis=1))
 
     def find_live_columns(self) -> Bools:
+        """Return which columns have a nonzero element."""
         union: ByteArray = np.bitwise_or.reduce(self._unions[1], axis=0)
-        return np.unpackbits(union, count=self.shape[1], bitorder="little").view(np.bool_)
+        column_bits = np.unpackbits(union, count=self.shape[1], bitorder="little")
+        return column_bits.view(np.bool_)
 
     def measure_live_area(self, height: int, width: int) -> int:
-        """Return the number of elements in blocks with at least one nonzero element."""
+        """Return the number of elements in blocks with at least one nonzero element.
+
+        Args:
+            height: The height of a block, a power of two.
+            width: The width of a block, a power of two.
+        """
         union = self._unite_rows(height)
         area = _count_live_blocks(union, width) * height * width
 
@@ -173,21 +194,29 @@ class TileBits:
 def _count_live_blocks(union: ByteArray, width: int) -> int:
     """Count the groups of `width` consecutive bits that have at least one bit set."""
     if width == 1:
-        return int(_translate(union, BIT_COUNTS).sum(dtype=np.int64))
+        bit_counts = _translate(union, BIT_COUNTS)
+        return int(bit_counts.sum(dtype=np.int64))
     if width >= 8:
-        return int(np.count_nonzero(_view_as_words(union, width)))
-    return sum(int(np.count_nonzero(union & np.uint8(mask))) for mask in _group_masks(width))
+        words = _view_as_words(union, width)
+        return int(np.count_nonzero(words))
+    live_count = 0
+    for mask in _group_masks(width):
+        live_count += int(np.count_nonzero(union & np.uint8(mask)))
+    return live_count
 
 
 def _select_block_column(union: ByteArray, width: int, column: int) -> np.ndarray:
     """Return the bits of the blocks that contain a column, as one word for each block."""
     if width >= 8:
-        return _view_as_words(union, width)[:, column // width]
-    mask = _group_masks(width)[column % 8 // width]
-    return union[:, column // 8] & np.uint8(mask)
+        words = _view_as_words(union, width)
+        return words[:, column // width]
+    byte_index, bit_index = divmod(column, 8)
+    mask = _group_masks(width)[bit_index // width]
+    return union[:, byte_index] & np.uint8(mask)
 
 
 def _view_as_words(union: ByteArray, width: int) -> np.ndarray:
+    """Return rows of bits as integers of `width` bits, one for each block of that width."""
     return union.view(f"u{width // 8}")
 
 
@@ -197,13 +226,16 @@ def _group_masks(width: int) -> list[int]:
     >>> _group_masks(4)
     [15, 240]
     """
-    return [((1 << width) - 1) << shift for shift in range(0, 8, width)]
+    lowest_mask = (1 << width) - 1
+    return [lowest_mask << shift for shift in range(0, 8, width)]
 
 
 def _count_fullest_group(group_bits: ByteArray, size: int) -> int:
     """Return the largest number of bits that are set in a group of `size` consecutive bits."""
     # Bits that fill up the last byte are not set, so they add nothing.
-    counts = _translate(group_bits, _fullest_group_counts(min(size, 8)))
+    byte_counts = _fullest_group_counts(min(size, 8))
+    counts = _translate(group_bits, byte_counts)
+    # A group of 16 elements has two bytes.
     if size == 16:
         counts = counts[::2] + counts[1::2]
     return int(counts.max(initial=0))
@@ -213,9 +245,14 @@ def _count_fullest_group(group_bits: ByteArray, size: int) -> int:
 def _fullest_group_counts(size: int) -> bytes:
     """Return, for each byte, the largest number of bits in one of its groups of `size` bits."""
     masks = _group_masks(size)
-    return bytes(max((byte & mask).bit_count() for mask in masks) for byte in range(256))
+    fullest_counts = bytearray()
+    for byte in range(256):
+        group_counts = [(byte & mask).bit_count() for mask in masks]
+        fullest_counts.append(max(group_counts))
+    return bytes(fullest_counts)
 
 
 def _translate(octets: ByteArray, table: bytes) -> ByteArray:
     """Look up every byte in a table of 256. `bytes.translate` is faster than indexing in numpy."""
-    return np.frombuffer(octets.tobytes().translate(table), np.uint8)
+    translated = octets.tobytes().translate(table)
+    return np.frombuffer(translated, np.uint8)
