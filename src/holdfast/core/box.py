@@ -220,12 +220,16 @@ def run_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 def _yield_run_boxes(
     outer_index: tuple[int, ...], inner_shape: tuple[int, ...], start: int, stop: int
 ) -> Iterator[Box]:
-    """Yield the boxes of a run that lies inside of one subtensor.
+    """Yield the boxes of a run that lies inside of `tensor[outer_index]`.
+
+    This part of the tensor consists of rows, its elements in all dimensions but the first. A run
+    that starts or stops in the middle of a row is cut there, and the part of that row is cut by a
+    recursive call.
 
     Args:
-        outer_index: The position of the subtensor in the outer dimensions.
-        inner_shape: The shape of the subtensor, in the remaining dimensions.
-        start: The index in C order of the first element, counted in the subtensor.
+        outer_index: Indices in the outer dimensions. Without them, the run is in the whole tensor.
+        inner_shape: The shape of `tensor[outer_index]`.
+        start: The index in C order of the first element, counted in `tensor[outer_index]`.
         stop: The index after that of the last element. The run is not empty.
     """
     outer_stop = tuple(index + 1 for index in outer_index)
@@ -235,9 +239,9 @@ def _yield_run_boxes(
         return
 
     row_shape = inner_shape[1:]
-    row_count = math.prod(row_shape)
-    first_row, first_element = divmod(start, row_count)
-    last_row, last_element = divmod(stop, row_count)
+    row_size = math.prod(row_shape)
+    first_row, first_element = divmod(start, row_size)
+    last_row, last_element = divmod(stop, row_size)
     if first_row == last_row:
         row_index = (*outer_index, first_row)
         yield from _yield_run_boxes(row_index, row_shape, first_element, last_element)
@@ -245,7 +249,7 @@ def _yield_run_boxes(
 
     if first_element:
         row_index = (*outer_index, first_row)
-        yield from _yield_run_boxes(row_index, row_shape, first_element, row_count)
+        yield from _yield_run_boxes(row_index, row_shape, first_element, row_size)
         first_row += 1
     if first_row < last_row:
         zeros = (0,) * len(row_shape)

@@ -146,7 +146,10 @@ class ContentHasher:
             position = next_position
 
     def _add_to_open_block(self, block_index: int, block_offset: int, data: memoryview) -> None:
-        """Hash bytes of a block if all bytes before them were hashed, otherwise keep a copy."""
+        """Add some bytes of a block, of which other bytes are added separately.
+
+        They are hashed if all bytes before them were hashed, and otherwise copied until then.
+        """
         open_block = self._open_blocks.setdefault(block_index, _OpenBlock())
         if block_offset != open_block.hashed_nbytes:
             open_block.waiting[block_offset] = bytes(data)
@@ -165,7 +168,7 @@ class ContentHasher:
             del self._open_blocks[block_index]
 
     def result(self) -> HashAndHead:
-        """Return the hash and the head.
+        """Return the hash and the head of all bytes.
 
         Raises:
             ValueError: Some bytes were not added.
@@ -179,6 +182,7 @@ class ContentHasher:
         block_digests = [digest for digest in self._block_digests if digest is not None]
         if len(block_digests) != len(self._block_digests):
             raise ValueError("a content hash is only known when all bytes were added")
+        # The hash of a single block is the hash of the bytes. Otherwise it is a hash of hashes.
         if len(block_digests) == 1:
             return HashAndHead(int.from_bytes(block_digests[0], "big"), head)
         nbytes_and_digests = self._nbytes.to_bytes(8, "little") + b"".join(block_digests)

@@ -28,6 +28,9 @@ combine_crcs = isal_zlib.crc32_combine
 def crc32_each(pieces: Sequence[bytes | memoryview]) -> list[int]:
     """Return the CRC-32 of each piece.
 
+    Only for long pieces is the interpreter lock released: for short ones, waiting for the lock
+    again would take longer than computing the checksum.
+
     >>> crc32_each([b"hold", b"fast" * 5000]) == [crc32(b"hold"), crc32(b"fast" * 5000)]
     True
     """
@@ -44,9 +47,9 @@ def crc32_each(pieces: Sequence[bytes | memoryview]) -> list[int]:
 
 
 def _crc32_with_lock(piece: bytes | memoryview) -> int:
-    """Return the CRC of a short piece without releasing the interpreter lock.
+    """Return the CRC of a piece without releasing the interpreter lock.
 
-    Waiting for the lock again would take longer than computing the checksum.
+    `crc32` releases it for more than `LOCK_KEPT_NBYTES`, so it is called with less at a time.
     """
     crc = 0
     for start in range(0, len(piece), LOCK_KEPT_NBYTES):

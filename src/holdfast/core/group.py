@@ -193,7 +193,7 @@ class RankMessage(msgspec.Struct):
 
     @classmethod
     def from_error(cls, operation: str, error: BaseException) -> RankMessage:
-        """Make the message of a rank that failed."""
+        """Make the message with which a rank reports an exception instead of a document."""
         message = cls(operation, cause=f"{type(error).__name__}: {error}")
         if isinstance(error, CannotHold):
             message.problems = list(error.problems)
@@ -217,7 +217,11 @@ class FailedPhase(msgspec.Struct):
     """The code of all errors. A code that only some of them have says nothing about the phase."""
 
     def make_error(self, failure_summary: str) -> RanksFailed:
-        """Make the error that every rank raises."""
+        """Make the error that every rank raises, of a class that fits the errors of all ranks.
+
+        Args:
+            failure_summary: What the failure means for the user. The message starts with it.
+        """
         message = f"{failure_summary}: {_format_causes(self.causes)}"
         if self.missing_path is not None:
             return RanksFoundNothing(message, self.missing_path, causes=self.causes)
@@ -277,7 +281,11 @@ class SeveralRanks(Ranks):
         *,
         failure_summary: str = UNCHANGED,
     ) -> bytes:
-        """Carry out one phase with all ranks, as described in `Ranks.agree`."""
+        """Carry out one phase: send a message to the first rank, and return its answer.
+
+        If a rank reports an exception, or `decide` raises one, all ranks raise the same error.
+        The arguments are those of `Ranks.agree`.
+        """
         cause: BaseException | None = None
         if isinstance(local, bytes):
             message = RankMessage(self._operation, local)
@@ -494,7 +502,7 @@ def exchange(ranks: Ranks, local: bytes, *, common: bytes) -> list[bytes]:
     Args:
         ranks: The ranks, each of which calls this function.
         local: The data of this rank.
-        common: Data that must be the same on all ranks. Only a hash of it is sent.
+        common: Data that must be the same on all ranks.
 
     Raises:
         RanksFailed: A rank failed, or has other common data.
@@ -507,6 +515,7 @@ def exchange(ranks: Ranks, local: bytes, *, common: bytes) -> list[bytes]:
         answer = write_document(SHARES, [message[MARK_NBYTES:] for message in messages])
         return [answer] * len(messages)
 
+    # The common data may be large, so only a hash of it is sent, in front of the message.
     mark = blake2b(common, digest_size=MARK_NBYTES).digest()
     return read_document(SHARES, ranks.agree(mark + local, decide))
 
@@ -544,8 +553,8 @@ def assign_evenly(piece_nbytes: Ints, rank_loads: Ints) -> Ints:
     """Assign pieces to ranks so that the loads of the ranks become as even as possible.
 
     The largest pieces are assigned one by one, each to the rank with the lowest load. All others
-    are assigned by water filling, which keeps neighbors together (`ranks/plan.py` has the reason
-    and a bound on the error).
+    are assigned by water filling, which gives neighboring pieces to the same rank, so that it can
+    read or write them together. `ranks/plan.py` has a bound on how uneven the loads may be.
 
     Args:
         piece_nbytes: The size of each piece.
@@ -610,7 +619,7 @@ def _assign_by_water_filling(piece_nbytes: Ints, rank_loads: Ints) -> Ints:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks as text, runs of successive ranks in short form.
+    """Return ranks as text, for messages. Runs of successive ranks and long lists are shortened.
 
     Args:
         ranks: The ranks, in any order. There is at least one.

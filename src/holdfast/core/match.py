@@ -54,7 +54,7 @@ def match_rows(
     destination_kinds: Sequence[KindT],
     find_problem: Callable[[int, KindT], str | None],
 ) -> RowMatches:
-    """Match rows of a checkpoint with destinations of the same name.
+    """Match rows (tensors of a checkpoint) with destinations (tensors of a model) by name.
 
     Args:
         row_indices: The row of each name in the checkpoint.
@@ -79,6 +79,7 @@ def match_rows(
             missing.append(index)
             continue
 
+        # There are many tensors of few kinds, so the result for a pair of kinds is kept.
         kinds = kind_indices[row], kind
         if kinds not in problems:
             problems[kinds] = find_problem(*kinds)

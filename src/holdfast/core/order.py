@@ -50,8 +50,9 @@ def natural_sort_key(name: str) -> tuple[tuple[str | NumberKey, ...], str]:
 def sort_naturally(items: Iterable[T], get_name: Callable[[T], str] = str) -> list[T]:
     """Sort items by the numbers in their dotted names, and keep the given order otherwise.
 
-    Siblings that differ only in their numbers are sorted by these. Other siblings stay in the order
-    in which they first appear.
+    Names are sorted like a tree, by one component after the other (`layers.10.w` has three). Below
+    one parent, components that differ only in their numbers are sorted by these. All others stay in
+    the order in which they first appear.
 
     Args:
         items: The items, in the order of a file or a model.
@@ -60,24 +61,27 @@ def sort_naturally(items: Iterable[T], get_name: Callable[[T], str] = str) -> li
     >>> sort_naturally(["embed", "layers.10.w", "layers.2.w", "layers.2.b", "head"])
     ['embed', 'layers.2.w', 'layers.2.b', 'layers.10.w', 'head']
     """
-    # The rank of a component below its parent. `layers.2` and `layers.10` have the same one.
-    ranks: dict[tuple[int, tuple[str, ...]], int] = {}
+    # The position of a component in that order, its numbers left out, by the position of its
+    # parent. `layers.2` and `layers.10` have the same one.
+    positions: dict[tuple[int, tuple[str, ...]], int] = {}
     # Most names share their first components, so their keys are computed only once.
     component_keys: dict[tuple[int, str], ComponentKey] = {}
 
     def make_key(item: T) -> tuple[ComponentKey, ...]:
-        """Return the keys of the components of a name: rank among siblings, then numbers."""
+        """Return the keys of the components of a name: position below the parent, then numbers."""
         keys = []
-        parent_rank = -1
+        parent_position = -1
         for component in get_name(item).split(".", MAX_COMPONENTS):
-            key = component_keys.get((parent_rank, component))
+            key = component_keys.get((parent_position, component))
             if key is None:
+                # `split` returns texts and digits in turns.
                 parts = DIGITS.split(component)
-                rank = ranks.setdefault((parent_rank, tuple(parts[::2])), len(ranks))
-                key = rank, tuple(map(_make_number_key, parts[1::2]))
-                component_keys[parent_rank, component] = key
+                texts = tuple(parts[::2])
+                position = positions.setdefault((parent_position, texts), len(positions))
+                key = position, tuple(map(_make_number_key, parts[1::2]))
+                component_keys[parent_position, component] = key
             keys.append(key)
-            parent_rank = key[0]
+            parent_position = key[0]
         return tuple(keys)
 
     return sorted(items, key=make_key)

@@ -51,6 +51,10 @@ class PlacementRule(Value, frozen=True):
 def parse_rule(text: str) -> PlacementRule:
     """Return the rule that a text describes.
 
+    Args:
+        text: A glob on the names of tensors, a colon, and the dimension that each axis of the mesh
+            shards. Instead of dimensions, `replicate` means that no axis shards the tensors.
+
     Raises:
         BadPlacement: The text is not a rule.
 

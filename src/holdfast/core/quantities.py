@@ -165,14 +165,10 @@ def parse_fraction(value: object, name: str = "a fraction") -> float:
     >>> parse_fraction(0.25), parse_fraction("1%"), parse_fraction("0.5")
     (0.25, 0.01, 0.5)
     """
-    fraction = to_float(value)
-    # `float` also accepts digits of other scripts, which a person cannot tell from letters.
-    if isinstance(value, str) and value.strip().isascii():
-        text = value.strip()
-        with suppress(ValueError):
-            fraction = float(text.removesuffix("%"))
-            if text.endswith("%"):
-                fraction /= 100
+    if isinstance(value, str):
+        fraction = _parse_percentage(value.strip())
+    else:
+        fraction = to_float(value)
     if fraction is None:
         raise BadArgumentType(
             f"{name} takes a fraction (0.01 or '1%'), not {describe_value(value)}", found=value
@@ -237,6 +233,20 @@ def _to_int(value: object) -> int | None:
     if isinstance(value, float) and math.isfinite(value) and value.is_integer():
         return int(value)
     return None
+
+
+def _parse_percentage(text: str) -> float | None:
+    """Return the number in a text such as `0.01` or `1%`, or None if it is something else."""
+    # `float` accepts the digits of all scripts. Other options accept only those of ASCII.
+    if not text.isascii():
+        return None
+    try:
+        number = float(text.removesuffix("%"))
+    except ValueError:
+        return None
+    if text.endswith("%"):
+        return number / 100
+    return number
 
 
 def _parse_amount(

@@ -215,7 +215,15 @@ def _parse(raw: bytes, file: str | None, start: int) -> object:
 
 
 def _parse_slowly(raw: bytes, file: str | None, start: int) -> object:
-    """Parse any document, and raise an error with the place of the first flaw."""
+    """Parse a document with Python's `json`, and refuse what programs understand differently.
+
+    Hooks of the parser put a `Flaw` in place of each such value. They cannot raise an error that
+    says where it is, so the parsed document is searched afterwards.
+
+    Raises:
+        HeaderError: The document is not JSON, or has a flaw.
+        LimitExceeded: It nests more deeply than the parser can recurse.
+    """
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -235,7 +243,8 @@ def _parse_slowly(raw: bytes, file: str | None, start: int) -> object:
         offset = start + len(text[: error.pos].encode())
         raise HeaderError(f"not JSON: {error.msg}", file=file, offset=offset) from None
     except RecursionError:
-        # A caller may have set `limits.depth` above what the call stack allows.
+        # The depth was checked, but a caller may have set the limit above what the call stack
+        # allows.
         raise LimitExceeded(
             "the JSON document nests too deeply to be parsed", file=file, offset=start
         ) from None
@@ -263,6 +272,8 @@ class _DecoderHooks:
         fields = dict(pairs)
         if len(fields) == len(pairs):
             return fields
+
+        # Find the key for the message.
         keys: set[str] = set()
         for key, _ in pairs:
             if key in keys:
@@ -302,12 +313,13 @@ def _check_container_count(count: int, nbytes: int, file: str | None, start: int
 def _count_containers(raw: bytes, max_depth: int, file: str | None, start: int) -> int:
     """Return the number of lists and objects in a document, without parsing it.
 
-    Brackets inside of strings are not counted. The count is exact up to the first syntax error,
-    where the parser will stop as well.
+    Brackets inside of strings are not counted, unless there are very few. The count is exact up to
+    the first syntax error, where the parser will stop as well.
 
     Raises:
         LimitExceeded: The containers nest more deeply than `max_depth`.
     """
+    # So few brackets can do no harm, whether or not they are inside of strings.
     bracket_count = raw.count(b"[") + raw.count(b"{")
     if bracket_count <= min(max_depth, FREE_BRACKETS):
         return bracket_count
@@ -345,9 +357,10 @@ def _count_containers(raw: bytes, max_depth: int, file: str | None, start: int) 
 
 
 def _raise_first_flaw(document: object, file: str | None, start: int) -> None:
-    """Raise an error for the first flaw or lone surrogate in a document. Return if there is none.
+    """Raise an error for the first flaw in a parsed document. Return if there is none.
 
-    This is a depth-first search in the order of the document, without recursion.
+    Flaws are values that programs understand differently, and halves of surrogate pairs. This is a
+    depth-first search in the order of the document, without recursion.
     """
     pending: list[tuple[KeyPath, object]] = [(None, document)]
     while pending:
@@ -396,7 +409,7 @@ def is_unicode(text: str) -> bool:
 
 
 def encode_keys(names: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Encode many names as keys of a JSON object.
+    """Encode many names as keys of a JSON object, as fast as possible in the usual case.
 
     Returns:
         The text to put before and after each key, and the keys. Nearly always this is a quotation

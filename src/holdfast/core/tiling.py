@@ -73,6 +73,7 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     axis = max(range(rank), key=count_starts)
     positions.sort(key=lambda position: boxes[position].start[axis])
 
+    # The boxes that the sweep has entered but not left.
     active: list[int] = []
     for position in positions:
         box = boxes[position]
@@ -195,12 +196,15 @@ def is_shape_tiled_by_columns(shape: tuple[int, ...], starts: Ints, stops: Ints)
 
 
 def _is_chain(length: int, starts: Ints, stops: Ints) -> bool:
-    """Return whether ranges cover an axis, each starting where another one stops."""
-    if not (starts[1:] > starts[:-1]).all():
+    """Return whether ranges cover an axis of this length, each starting where another one stops."""
+    # The boxes in a file are usually sorted already.
+    is_sorted = (starts[1:] > starts[:-1]).all()
+    if not is_sorted:
         order = starts.argsort()
         starts = starts[order]
         stops = stops[order]
-    return bool(starts[0] == 0 and stops[-1] == length and (starts[1:] == stops[:-1]).all())
+    has_no_gaps = (starts[1:] == stops[:-1]).all()
+    return bool(starts[0] == 0 and stops[-1] == length and has_no_gaps)
 
 
 def _has_weight_of_shape(shape: tuple[int, ...], starts: Ints, stops: Ints) -> bool:
