@@ -1,22 +1,24 @@
-"""The description of a sharded checkpoint: which tensors there are, in which boxes each is stored, and where each box lies.
+"""The description of a sharded checkpoint: its tensors, the boxes in which each is stored, and where.
 
     Metadata
-      state_dict_metadata   name → TensorStorageMetadata (properties, size, chunks), or BytesStorageMetadata for any other value
-      planner_data          name → path of keys and positions in the nested state
-      storage_data          MetadataIndex (name, offset of a chunk) → StorageInfo (file, first byte, length)
-      storage_meta          StorageMeta: who saved it, under which name
+      state_dict_metadata   name → TensorStorageMetadata (properties, size, chunks), or
+                            BytesStorageMetadata for any other value
+      planner_data          name → tree path in the nested state
+      storage_data          MetadataIndex (name, offset of a chunk) → StorageInfo (file, offset, length)
+      storage_meta          StorageMeta: who saved it, and when loading and saving it was requested
       version
 
-The classes have the names, fields, argument order and defaults of torch 2.15 (`torch.distributed.checkpoint.metadata`), so that
-code and people who know those know these; `holdfast.torch` converts both ways without loss. Nothing here needs torch:
+The classes have the names, fields, argument order and defaults of torch 2.15
+(`torch.distributed.checkpoint.metadata`), so that you can use them in the same way. `holdfast.torch`
+converts both ways without loss. Nothing in this module needs torch:
 
-- An element type is a row of `DTYPES`, or a `Global` that names a dtype of torch which has no row.
-- A layout and a memory format are members of `Layout` and `MemoryFormat`, with torch's names.
-- A size is a tuple that equals `torch.Size` and any other tuple of the same numbers. Whatever sequence of integers is given
-  becomes one.
+- A dtype is a `DType` of Holdfast, or a `Global` that names a dtype of torch that Holdfast lacks.
+- Layouts and memory formats are members of `Layout` and `MemoryFormat`, with the names of torch.
+- A size is a tuple that equals `torch.Size` and any other tuple of the same integers. Every sequence
+  of integers that you pass becomes one.
 
-`find_chunk` finds a chunk by its offset: first where the index's hint points, then in a dictionary that is made once for a list of
-chunks (`Places`). torch searches the list from its beginning each time.
+`find_chunk` finds a chunk by its offset: first at the hint of the index, then in a dictionary that is
+made once for a list of chunks (`ChunkLookup`). torch searches the list from its start each time.
 """
 
 from __future__ import annotations
@@ -37,14 +39,26 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Unsupported
 
 __all__ = [
-    "BytesStorageMetadata", "ChunkStorageMetadata", "Layout", "MemoryFormat", "Metadata", "MetadataIndex", "Places",
-    "StorageInfo", "StorageMeta", "TensorProperties", "TensorStorageMetadata", "find_chunk",
-]  # fmt: skip
+    "BytesStorageMetadata",
+    "ChunkLookup",
+    "ChunkStorageMetadata",
+    "Layout",
+    "MemoryFormat",
+    "Metadata",
+    "MetadataIndex",
+    "StorageInfo",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "find_chunk",
+]
 
 
-def _size(numbers: Iterable[SupportsIndex]) -> Size:
-    """A tuple of integers; TypeError for anything else, as `torch.Size` says it."""
-    return numbers if type(numbers) is Size else Size(map(int, map(operator.index, numbers)))
+def _make_size(lengths: Iterable[SupportsIndex]) -> Size:
+    """Return integers as a tuple. Raises `TypeError` for other values, as `torch.Size` does."""
+    if type(lengths) is Size:
+        return lengths
+    return Size(int(operator.index(length)) for length in lengths)
 
 
 @dataclass(slots=True)
@@ -52,26 +66,27 @@ class ChunkStorageMetadata:
     """One box of a tensor that is stored as a unit."""
 
     offsets: Sequence[int]
-    """Where in the tensor it begins."""
+    """The first index of the box in each dimension of the tensor."""
     sizes: Sequence[int]
-    """How long it is in each dimension."""
+    """The length of the box in each dimension."""
 
     def __post_init__(self) -> None:
-        self.offsets, self.sizes = _size(self.offsets), _size(self.sizes)
+        self.offsets = _make_size(self.offsets)
+        self.sizes = _make_size(self.sizes)
 
     @property
     def box(self) -> Box:
-        """The chunk as a `Box`; ValueError where the numbers make none."""
+        """The chunk as a `Box`. Raises `ValueError` if an offset or a size is negative."""
         return Box.from_offsets(self.offsets, self.sizes)
 
     @classmethod
-    def of(cls, box: Box) -> ChunkStorageMetadata:
-        """Make the chunk of a box."""
+    def from_box(cls, box: Box) -> ChunkStorageMetadata:
+        """Return the chunk of a box."""
         return cls(Size(box.start), Size(box.shape))
 
 
 class Layout(Enum):
-    """How the elements of a tensor are kept: torch's layouts, by their names."""
+    """The layouts of torch, which describe how the elements of a tensor are stored."""
 
     STRIDED = "strided"
     SPARSE_COO = "sparse_coo"
@@ -87,56 +102,64 @@ class Layout(Enum):
 
 
 class MemoryFormat(Enum):
-    """The order of a tensor's elements in memory, by the numbers that torch 2.13 pickles (`_MEM_FORMAT_ENCODING`)."""
+    """The order of a tensor's elements in memory.
+
+    The numbers are those that torch 2.13 pickles (`_MEM_FORMAT_ENCODING`).
+    """
 
     CONTIGUOUS = 0
     CHANNELS_LAST = 1
     PRESERVE = 2
     CHANNELS_LAST_3D = 3
-    """torch has this format and no number for it: its `TensorProperties` cannot be pickled with it."""
+    """torch has no number for this format and cannot pickle `TensorProperties` with it."""
 
     def __str__(self) -> str:
-        return _MEMORY_FORMATS[self]
+        return _MEMORY_FORMAT_NAMES[self]
 
     @classmethod
-    def named(cls, name: str) -> MemoryFormat:
-        """The format that torch calls by this name.
+    def from_name(cls, name: str) -> MemoryFormat:
+        """Return the format with this name in torch.
 
-        >>> MemoryFormat.named("channels_last").value
+        >>> MemoryFormat.from_name("channels_last").value
         1
         """
-        for known, text in _MEMORY_FORMATS.items():
-            if text == name:
-                return known
+        for memory_format, torch_name in _MEMORY_FORMAT_NAMES.items():
+            if torch_name == name:
+                return memory_format
         raise Unsupported(f"there is no memory format called {name!r}", found=name)
 
 
-_MEMORY_FORMATS = {
+_MEMORY_FORMAT_NAMES = {
     MemoryFormat.CONTIGUOUS: "contiguous_format",
     MemoryFormat.CHANNELS_LAST: "channels_last",
     MemoryFormat.PRESERVE: "preserve_format",
     MemoryFormat.CHANNELS_LAST_3D: "channels_last_3d",
 }
 
-_FLOAT32 = next(row for row in DTYPES.rows if row.name == "float32")
+_FLOAT32 = next(dtype for dtype in DTYPES.rows if dtype.name == "float32")
 
-State = tuple[DType | Global, Layout, bool, MemoryFormat, bool, tuple[int, ...] | None]
+_PropertiesState = tuple[DType | Global, Layout, bool, MemoryFormat, bool, tuple[int, ...] | None]
+"""What a pickle has of `TensorProperties`: the values of its fields."""
 
 
 @dataclass
 class TensorProperties:
-    """What a tensor is, beyond its size. Pickled as a tuple of its fields, the memory format as an enum, as in torch."""
+    """What describes a tensor besides its size.
+
+    It is pickled as a tuple of its fields, with the memory format as an enum, as in torch.
+    """
 
     dtype: DType | Global = _FLOAT32
-    """A row of the table, or the name of a dtype of torch that has none. torch's default is its default dtype at that moment."""
+    """The dtype. The default of torch is its default dtype at that moment."""
     layout: Layout = Layout.STRIDED
     requires_grad: bool = False
     memory_format: MemoryFormat = MemoryFormat.CONTIGUOUS
     pin_memory: bool = False
     strides: tuple[int, ...] | None = None
-    """How the tensor lay in memory when it was saved, in elements, where that was noted: since torch 2.15, and used by nobody."""
+    """The strides in memory when the tensor was saved, in elements. torch records them since 2.15."""
 
-    def __getstate__(self) -> State:
+    def __getstate__(self) -> _PropertiesState:
+        """Return what is pickled. Raises the error of torch for an invalid memory format."""
         if not isinstance(self.memory_format, MemoryFormat):
             raise RuntimeError(f"Invalid memory format: {self.memory_format}")
         return (
@@ -149,31 +172,29 @@ class TensorProperties:
         )
 
     def __setstate__(self, state: tuple[object, ...]) -> None:
+        """Set the fields from a pickle. It checks as much as torch does."""
         # Before torch 2.15 there were no strides.
         if not isinstance(state, tuple) or len(state) not in (5, 6):
             raise ValueError(
-                "the state of TensorProperties is a tuple of 5 values, or of 6 with strides"
+                "the state of TensorProperties must be a tuple of 5 values, or of 6 with strides"
             )
-        dtype, layout, requires_grad, encoding, pin_memory = state[:5]
-        strides = state[5] if len(state) == 6 else None
-        # Another enum of the same numbers is torch's own.
-        known = isinstance(encoding, Enum) and encoding.value in [
-            each.value for each in MemoryFormat
-        ]
-        if not isinstance(encoding, Enum) or not known:
+        names = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides")
+        fields = {"strides": None, **dict(zip(names, state, strict=False))}
+
+        # The enum may be the one of torch, which has the same numbers.
+        encoding = fields["memory_format"]
+        numbers = [memory_format.value for memory_format in MemoryFormat]
+        if not isinstance(encoding, Enum) or encoding.value not in numbers:
             raise RuntimeError(f"Invalid memory format encoding: {encoding}")
-        # As torch does, whatever the tuple holds is taken: it was made by `__getstate__`.
-        memory_format = MemoryFormat(encoding.value)
-        self.__dict__.update(
-            dtype=dtype, layout=layout, requires_grad=requires_grad, memory_format=memory_format, pin_memory=pin_memory,
-            strides=strides,
-        )  # fmt: skip
+        fields["memory_format"] = MemoryFormat(encoding.value)
+        self.__dict__.update(fields)
 
     @staticmethod
-    def create_from_tensor(tensor: Tensorlike) -> TensorProperties:
-        """The properties of a lazy tensor, an array, or a torch tensor of any kind, which is asked without importing torch.
+    def create_from_tensor(tensor: TensorLike) -> TensorProperties:
+        """Return the properties of a lazy tensor, an array, or a tensor of torch.
 
-        The memory format is contiguous whatever the strides are: a chunk is written in C order, and torch says the same.
+        The memory format is contiguous whatever the strides are: a chunk is written in C order, and
+        torch returns the same.
         """
         if isinstance(tensor, LazyTensor):
             return TensorProperties(
@@ -181,44 +202,50 @@ class TensorProperties:
                 requires_grad=tensor.traits.requires_grad,
                 strides=tensor.traits.strides,
             )
-        dtype = _dtype(tensor.dtype)
-        layout = str(getattr(tensor, "layout", Layout.STRIDED)).removeprefix("torch.")
-        if layout not in [each.value for each in Layout]:
-            raise Unsupported(f"there is no layout called {layout!r}", found=layout)
-        pinned, stride = getattr(tensor, "is_pinned", None), getattr(tensor, "stride", None)
-        # Compressed layouts have none, and raise.
-        strided = Layout(layout) in (Layout.STRIDED, Layout.SPARSE_COO)
-        strides = tuple(stride()) if strided and callable(stride) else None
-        pin_memory, requires_grad = (
-            bool(pinned()) if callable(pinned) else False,
-            bool(getattr(tensor, "requires_grad", False)),
-        )
-        return TensorProperties(
-            dtype, Layout(layout), requires_grad, pin_memory=pin_memory, strides=strides
-        )
+
+        layout_name = str(getattr(tensor, "layout", Layout.STRIDED)).removeprefix("torch.")
+        if layout_name not in [layout.value for layout in Layout]:
+            raise Unsupported(f"there is no layout called {layout_name!r}", found=layout_name)
+        properties = TensorProperties(_find_dtype(tensor.dtype), Layout(layout_name))
+        properties.requires_grad = bool(getattr(tensor, "requires_grad", False))
+
+        # An array of numpy has neither of these methods.
+        is_pinned = getattr(tensor, "is_pinned", None)
+        if callable(is_pinned):
+            properties.pin_memory = bool(is_pinned())
+        stride = getattr(tensor, "stride", None)
+        # A tensor in a compressed layout has no strides, and its method raises an error.
+        if properties.layout in (Layout.STRIDED, Layout.SPARSE_COO) and callable(stride):
+            properties.strides = tuple(stride())
+        return properties
 
 
-class Tensorlike(Protocol):
-    """Anything with a dtype; what else it has of a torch tensor (layout, requires_grad, is_pinned) is asked for."""
+class TensorLike(Protocol):
+    """Anything with a dtype. The other attributes of a tensor of torch are optional."""
 
     @property
     def dtype(self) -> object: ...
 
 
-def _dtype(dtype: object) -> DType | Global:
+def _find_dtype(dtype: object) -> DType | Global:
+    """Return the dtype of Holdfast for one of Holdfast, numpy or torch.
+
+    A dtype of torch that Holdfast lacks is returned as a `Global`. torch is not imported.
+    """
     if isinstance(dtype, DType | Global):
         return dtype
     if type(dtype).__module__ == "torch":
         name = str(dtype).removeprefix("torch.")
         return DTYPES.torch(name) or Global("torch", name)
-    found = DTYPES.numpy(dtype) if isinstance(dtype, np.dtype) else None
-    if found is None:
-        raise Unsupported(f"no tensor has elements of type {dtype}", found=dtype)
-    return found
+    if isinstance(dtype, np.dtype):
+        holdfast_dtype = DTYPES.numpy(dtype)
+        if holdfast_dtype is not None:
+            return holdfast_dtype
+    raise Unsupported(f"no tensor has elements of type {dtype}", found=dtype)
 
 
-class PlacedChunk(Protocol):
-    """A chunk, ours or torch's."""
+class ChunkLike(Protocol):
+    """A chunk of this module or of torch."""
 
     @property
     def offsets(self) -> Sequence[int]: ...
@@ -226,8 +253,8 @@ class PlacedChunk(Protocol):
     def sizes(self) -> Sequence[int]: ...
 
 
-class Sought(Protocol):
-    """What is looked for: a `MetadataIndex`, ours or torch's."""
+class IndexLike(Protocol):
+    """A `MetadataIndex` of this module or of torch."""
 
     @property
     def offset(self) -> Sequence[int] | None: ...
@@ -235,71 +262,86 @@ class Sought(Protocol):
     def index(self) -> int | None: ...
 
 
-class Places:
-    """Where in a list of chunks each offset is. The dictionary is made at the first search that the hint does not answer.
+class ChunkLookup:
+    """Finds chunks in a list by their offsets.
 
-    It is made again when the list is another one or has another length, and before a search fails: a list whose elements were
-    replaced in place gives no wrong answer. A chunk without elements may begin where another does; then the other is found.
+    It makes a dictionary for the first search whose hint is wrong. It makes another one if the list
+    is replaced, grows or shrinks, and before a search fails. So a list whose items were replaced
+    never leads to a wrong result.
+
+    A chunk without elements may have the same offset as another chunk. Then the other one is found.
     """
 
-    __slots__ = ("_at", "_chunks", "_count")
+    __slots__ = ("_chunk_count", "_chunks", "_positions")
 
     def __init__(self) -> None:
-        self._chunks: Sequence[PlacedChunk] | None = None
-        self._count = -1
-        self._at: dict[tuple[int, ...], int] = {}
+        self._chunks: Sequence[ChunkLike] | None = None
+        self._chunk_count = -1
+        self._positions: dict[tuple[int, ...], int] = {}
 
-    def find(self, chunks: Sequence[PlacedChunk], index: Sought) -> int | None:
-        """The position of the chunk that the index's hint points at, or of the first at its offset; None if there is none."""
+    def find(self, chunks: Sequence[ChunkLike], index: IndexLike) -> int | None:
+        """Return the position of the chunk that an index means, or None if there is none.
+
+        This is the chunk at the hint of the index, if it has the right offset and any elements.
+        Otherwise it is the first chunk with this offset.
+        """
         if index.offset is None:
             return None
-        offset, hint = tuple(index.offset), index.index
-        if (
-            hint is not None
-            and 0 <= hint < len(chunks)
-            and tuple(chunks[hint].offsets) == offset
-            and 0 not in chunks[hint].sizes
-        ):
-            return hint
-        position = (
-            self._at.get(offset) if self._chunks is chunks and self._count == len(chunks) else None
-        )
+        offset = tuple(index.offset)
+        hint = index.index
+        if hint is not None and 0 <= hint < len(chunks):
+            chunk = chunks[hint]
+            if tuple(chunk.offsets) == offset and 0 not in chunk.sizes:
+                return hint
+
+        is_current = self._chunks is chunks and self._chunk_count == len(chunks)
+        position = self._positions.get(offset) if is_current else None
         if position is not None and tuple(chunks[position].offsets) == offset:
             return position
-        self._chunks, self._count = chunks, len(chunks)
-        # Of several chunks at one offset the last entry stays: those with elements after those without, and the first last.
-        order = sorted(range(len(chunks)), key=lambda i: (0 not in chunks[i].sizes, -i))
-        self._at = {tuple(chunks[i].offsets): i for i in order}
-        return self._at.get(offset)
+        self._index_chunks(chunks)
+        return self._positions.get(offset)
+
+    def _index_chunks(self, chunks: Sequence[ChunkLike]) -> None:
+        """Make the dictionary of positions by offset."""
+        self._chunks = chunks
+        self._chunk_count = len(chunks)
+        self._positions = {}
+        for position, chunk in enumerate(chunks):
+            offset = tuple(chunk.offsets)
+            first_position = self._positions.setdefault(offset, position)
+            # A chunk with elements takes the place of one without.
+            if 0 in chunks[first_position].sizes and 0 not in chunk.sizes:
+                self._positions[offset] = position
 
 
 @dataclass
 class TensorStorageMetadata:
-    """A tensor and the boxes that it is stored in."""
+    """A tensor and the boxes in which it is stored."""
 
     properties: TensorProperties
     size: Sequence[int]
     chunks: list[ChunkStorageMetadata]
 
     def __post_init__(self) -> None:
-        self.size = _size(self.size)
-        self._places = Places()
+        self.size = _make_size(self.size)
+        self._lookup = ChunkLookup()
 
     def __getstate__(self) -> dict[str, object]:
+        """Return what is pickled: the fields without the dictionary of chunks."""
         return {"properties": self.properties, "size": self.size, "chunks": self.chunks}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state, _places=Places())
+        self.__dict__.update(state, _lookup=ChunkLookup())
 
 
 @dataclass
 class BytesStorageMetadata:
-    """Marks a value that is no tensor; what it is, its own bytes say."""
+    """Marks a value that is not a tensor. Its type is only known when its bytes are read."""
 
 
 @dataclass
 class StorageMeta:
-    """Who saved a checkpoint, and under which name."""
+    """Identifies a checkpoint, the save that wrote it, and the load that reads it."""
 
     checkpoint_id: str | os.PathLike[str] | None = None
     save_id: str | None = None
@@ -309,33 +351,36 @@ class StorageMeta:
 
 @dataclass(frozen=True, slots=True, init=False)
 class MetadataIndex:
-    """The name of one stored thing: a value by its `fqn`, a chunk of a tensor by its `fqn` and its offset."""
+    """Identifies a stored item: a value by its name, a chunk of a tensor by name and offset."""
 
     fqn: str
+    """The dotted name of the tensor or the value."""
     offset: Sequence[int] | None = None
-    """Where in the tensor the chunk begins; None for a value that is no tensor."""
+    """The first index of the chunk in each dimension. None for a value that is not a tensor."""
     index: int | None = field(hash=False, compare=False, default=None)
-    """A guess at the chunk's position among the tensor's chunks, to be found sooner. Two indexes that differ in it are equal."""
+    """A hint: the probable position in the list of chunks. It does not matter for equality."""
 
     def __init__(
         self, fqn: str, offset: Iterable[SupportsIndex] | None = None, index: int | None = None
     ) -> None:
+        # The class is frozen, so its attributes are set in this way.
         object.__setattr__(self, "fqn", fqn)
-        object.__setattr__(self, "offset", None if offset is None else _size(offset))
+        object.__setattr__(self, "offset", None if offset is None else _make_size(offset))
         object.__setattr__(self, "index", index)
 
 
 @dataclass(frozen=True, slots=True)
 class StorageInfo:
-    """Where the bytes of one stored thing lie. torch calls it `_StorageInfo`."""
+    """Where the bytes of a stored item are. torch calls this class `_StorageInfo`."""
 
     relative_path: str
-    """The file, as its store names it."""
+    """The key of the file in its store."""
     offset: int
-    """Its first byte in that file."""
+    """The first byte in the file."""
     length: int
+    """The number of bytes in the file."""
     transform_descriptors: Sequence[str] | None = None
-    """What the bytes went through on their way to the file (`stream.zstd/1`), the first step first."""
+    """How the bytes were transformed when they were written (`stream.zstd/1`), in this order."""
 
 
 @dataclass
@@ -343,27 +388,32 @@ class Metadata:
     """The description of a whole checkpoint."""
 
     state_dict_metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata]
+    """The tensors and other values by their dotted names."""
     planner_data: Mapping[str, tuple[str | int, ...]] | None = None
-    """The path of each name in the nested state. A planner of another kind may keep what it likes here."""
+    """The tree path of each name. Planners that are not torch's may store other data here."""
     storage_data: Mapping[MetadataIndex, StorageInfo] | None = None
-    """Where the bytes of each chunk and value lie. A writer of another kind may have other records."""
+    """Where each chunk and value is. Writers that are not torch's may store other data here."""
     storage_meta: StorageMeta | None = None
     version: str | None = None
-    """torch writes 1.0.0 since July 2025 and nothing before."""
+    """The version of the format: 1.0.0 since July 2025, None in older checkpoints."""
 
 
 def find_chunk(tensor: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
-    """The chunk of a tensor that begins at the index's offset; ValueError where there is none.
+    """Return the chunk of a tensor that has the offset of an index.
 
-    >>> w = TensorStorageMetadata(TensorProperties(), (4,), [ChunkStorageMetadata((0,), (3,)), ChunkStorageMetadata((3,), (1,))])
-    >>> find_chunk(w, MetadataIndex("w", (3,))).sizes
+    >>> chunks = [ChunkStorageMetadata((0,), (3,)), ChunkStorageMetadata((3,), (1,))]
+    >>> tensor = TensorStorageMetadata(TensorProperties(), (4,), chunks)
+    >>> find_chunk(tensor, MetadataIndex("w", (3,))).sizes
     Size([1])
+
+    Raises:
+        ValueError: No chunk has this offset.
     """
-    position = tensor._places.find(tensor.chunks, index)
+    position = tensor._lookup.find(tensor.chunks, index)
     if position is None:
-        wanted = "no offset" if index.offset is None else f"offset {tuple(index.offset)}"
+        offset = "no offset" if index.offset is None else f"offset {tuple(index.offset)}"
         raise ValueError(
-            f"{index.fqn!r} has {len(tensor.chunks):,} chunks, and none is at {wanted}"
+            f"{index.fqn!r} has {len(tensor.chunks):,} chunks, and none is at {offset}"
         )
     return tensor.chunks[position]
 

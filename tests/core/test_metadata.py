@@ -22,12 +22,12 @@ from holdfast.core.opaque import Size
 from holdfast.errors import LimitExceeded, Unsupported
 from holdfast.metadata import (
     BytesStorageMetadata,
+    ChunkLookup,
     ChunkStorageMetadata,
     Layout,
     MemoryFormat,
     Metadata,
     MetadataIndex,
-    Places,
     StorageInfo,
     StorageMeta,
     TensorProperties,
@@ -86,8 +86,8 @@ def test_what_is_no_size_is_a_type_error(numbers):
 
 def test_a_chunk_is_a_box_and_a_box_is_a_chunk():
     box = holdfast.Box((1, 2), (3, 5))
-    assert ChunkStorageMetadata.of(box) == ChunkStorageMetadata((1, 2), (2, 3))
-    assert ChunkStorageMetadata.of(box).box == box
+    assert ChunkStorageMetadata.from_box(box) == ChunkStorageMetadata((1, 2), (2, 3))
+    assert ChunkStorageMetadata.from_box(box).box == box
     with pytest.raises(ValueError, match="start"):
         _ = ChunkStorageMetadata((-1,), (2,)).box
 
@@ -216,9 +216,9 @@ def test_what_is_not_there_is_a_value_error(offset):
 def test_finding_every_chunk_is_not_quadratic(hinted):
     count = 300
     chunks = [CountedChunk((i,), (1,)) for i in range(count)]
-    places, CountedChunk.looked = Places(), 0
+    lookup, CountedChunk.looked = ChunkLookup(), 0
     for i in range(count):
-        assert places.find(chunks, MetadataIndex("w", (i,), i if hinted else None)) == i
+        assert lookup.find(chunks, MetadataIndex("w", (i,), i if hinted else None)) == i
     assert CountedChunk.looked <= 3 * count
 
 

@@ -68,7 +68,7 @@ def _describe(checkpoint: Checkpoint, stored_nbytes: int, tree: object) -> Metad
     paths: dict[str, Path] = {}
     places: dict[MetadataIndex, StorageInfo] = {}
     for name, tensor in checkpoint.items():
-        chunks = [ChunkStorageMetadata.of(chunk.box) for chunk in tensor.chunks]
+        chunks = [ChunkStorageMetadata.from_box(chunk.box) for chunk in tensor.chunks]
         tensors[name] = TensorStorageMetadata(
             TensorProperties.create_from_tensor(tensor), tensor.shape, chunks
         )

@@ -74,7 +74,7 @@ def _tensor(stored: StoredTensor) -> TensorStorageMetadata:
         properties.dtype,
         Layout(properties.layout.name),
         properties.requires_grad,
-        MemoryFormat.named(properties.memory_format),
+        MemoryFormat.from_name(properties.memory_format),
         properties.pin_memory,
     )
     chunks = [

@@ -139,7 +139,7 @@ def test_every_memory_format_goes_and_comes_back(memory_format):
     here = metadata_from_torch(memory_format)
     assert metadata_to_torch(here) is memory_format
     assert str(memory_format) == f"torch.{here}"
-    assert ours.MemoryFormat.named(str(here)) is here
+    assert ours.MemoryFormat.from_name(str(here)) is here
 
 
 def test_memory_formats_have_torchs_numbers():
@@ -159,7 +159,7 @@ def test_torchs_pickled_state_sets_ours_and_back():
 
 def test_a_dtype_without_a_row_is_kept_by_its_name(monkeypatch):
     # torch 2.13 has none; the next may. A row is taken away to stand for it.
-    monkeypatch.delitem(DTYPES._torch, "bfloat16")
+    monkeypatch.delitem(DTYPES._by_torch, "bfloat16")
     here = metadata_from_torch(torch.bfloat16)
     assert here == Global("torch", "bfloat16")
     assert metadata_to_torch(here) is torch.bfloat16

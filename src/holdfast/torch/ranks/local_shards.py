@@ -51,7 +51,7 @@ from holdfast.core.tiling import (
     joined_shape,
 )
 from holdfast.errors import Refused, Unsupported
-from holdfast.metadata import Places, Sought
+from holdfast.metadata import ChunkLookup, IndexLike
 from holdfast.torch import versions
 
 Args = tuple[object, ...]
@@ -68,9 +68,9 @@ class LocalShardsWrapper(torch.Tensor):
     _storage_meta: TensorStorageMetadata
     _like: torch.Tensor
     """A tensor without elements: what an empty wrapper is like."""
-    _places: Places
+    _lookup: ChunkLookup
 
-    __slots__ = ("_like", "_local_shards", "_places", "_storage_meta")
+    __slots__ = ("_like", "_local_shards", "_lookup", "_storage_meta")
 
     # Operators are met below, after autograd; functions of torch need no word of ours.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's stubs disagree on what it is
@@ -107,7 +107,7 @@ class LocalShardsWrapper(torch.Tensor):
         )
         made._local_shards = shards
         made._like = like
-        made._places = Places()
+        made._lookup = ChunkLookup()
         layout = shards[0].layout if shards else like.layout
         made._storage_meta = TensorStorageMetadata(
             TensorProperties(
@@ -219,9 +219,9 @@ class LocalShardsWrapper(torch.Tensor):
             if shard.numel() or not size.numel()
         ]
 
-    def __get_tensor_shard__(self, index: Sought) -> torch.Tensor:
+    def __get_tensor_shard__(self, index: IndexLike) -> torch.Tensor:
         """The shard at an offset; of an empty wrapper, a tensor without elements at the origin. ValueError for any other."""
-        position = self._places.find(self._storage_meta.chunks, index)
+        position = self._lookup.find(self._storage_meta.chunks, index)
         if position is None:
             raise ValueError(
                 f"Could not find shard at '{index.offset}' for FQN: '{getattr(index, 'fqn', None)}'"
@@ -449,10 +449,10 @@ def resolved_shape(old: Sequence[int], wanted: Sequence[int]) -> Shape:
     (4, 3)
     """
     count, shape = math.prod(old), [int(n) for n in wanted]
-    open_places = [i for i, n in enumerate(shape) if n == -1]
-    if len(open_places) > 1:
+    open_lookup = [i for i, n in enumerate(shape) if n == -1]
+    if len(open_lookup) > 1:
         raise Refused("only one dimension can be inferred")
-    if open_places:
+    if open_lookup:
         known = math.prod(n for n in shape if n != -1)
         if known <= 0 or count % known:
             raise Refused(
@@ -460,7 +460,7 @@ def resolved_shape(old: Sequence[int], wanted: Sequence[int]) -> Shape:
                 expected=count,
                 found=tuple(shape),
             )
-        shape[open_places[0]] = count // known
+        shape[open_lookup[0]] = count // known
     if min(shape, default=0) < 0 or math.prod(shape) != count:
         raise Refused(
             f"shape '{list(wanted)}' is invalid for input of size {count}",
