@@ -1,11 +1,16 @@
-"""`scan`: one pass over the elements of tensors. Every byte is read once, whatever is computed of it.
+"""Passes over the elements of many tensors, in blocks and by several threads.
 
-1. Each tensor is cut into blocks: ranges of its elements in C order, or rectangles, where whole rows would be too much at once.
-2. Where a tensor lies in one piece of a file, a range of elements is a range of bytes. Those of small neighbours are read together.
-3. Everything else (strides, several pieces, another byte order, rectangles) is read by its source.
-4. The accumulator of a tensor is made when its first block is there, and asked for its result after the last.
+`scan` reads every byte once, whatever is computed from it:
 
-A tensor that is read by one block has its checksum compared, where its file records one.
+1. Each tensor is cut into blocks: ranges of its elements in C order, or rectangles if whole rows would
+   be too large.
+2. If a tensor is one range of a file, so is each range of its elements. Small neighbors are read
+   together.
+3. All other blocks are read by the source of the tensor.
+4. The blocks go to an accumulator of the tensor (`numeric/`). It is made before the first block, and
+   asked for its result after the last one.
+
+If a tensor is read as one block and its file records a checksum, the checksum is compared.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -37,137 +42,181 @@ from holdfast.numeric.statistics import FLOAT4_PAIRS
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-BLOCK_ELEMENTS = (
-    1 << 18
-)  # Elements at a time, a multiple of eight so that packed types are cut between bytes: 2 MiB as float64.
+BLOCK_ELEMENTS = 1 << 18
+"""The most elements of a block: 2 MiB as float64. It is a multiple of eight, so that packed types are
+cut between bytes."""
 
 LOCAL = replace(SUMS, separate_nbytes=256 << 10, block_nbytes=1 << 20)
-"""Blocks that are computed with: what is read together stays in a core's cache until the last of it was looked at."""
-
+"""How blocks of local files are joined. What is read together stays in the cache of a core until the
+last block of it has been processed."""
 
 ElementBlock = tuple[int, int] | Box
-"""Elements [start, stop) in C order, or a rectangle of the tensor as a matrix (first axis by all others)."""
+"""The elements [start, stop) of a tensor in C order, or a rectangle of the tensor as a matrix, whose
+rows are the first axis and whose columns are all others."""
 
-
-RangeKey = tuple[str, int, int]
-"""A range of a file: its key, first byte and length."""
+FileRange = tuple[str, int, int]
+"""The file, the first byte and the length of a range."""
 
 
 class FileBlock(Value, frozen=True):
     """A block of a tensor that is a range of a file."""
 
-    number: int
-    """Of its tensor."""
-    block: tuple[int, int]
+    tensor_index: int
+    elements: tuple[int, int]
+    """The first element, and the one after the last element."""
     crc: int
-    """What the file records for just these bytes; `NO_CRC` if that is not to be compared."""
+    """The recorded CRC-32 of exactly these bytes; `NO_CRC` if it is not compared."""
 
 
 class Accumulator(Protocol[T_co]):
-    """What is found out about one tensor while its blocks pass by, in any order and from any thread. What depends on their order is
-    kept a block and put together at the end: a result never depends on which thread was quicker."""
+    """Computes something from the blocks of one tensor.
+
+    Blocks come in any order and from any thread. The result must not depend on their order. So what
+    does depend on it, such as a sum of floats, is stored for each block and combined at the end.
+    """
 
     def add(self, start: int, values: np.ndarray) -> None:
-        """Look at a block whose first element has the index `start`: of one dimension, or of two for a rectangle. The elements are
-        neither changed nor kept."""
+        """Process a block. Its elements must not be changed or stored.
+
+        Args:
+            start: The index of its first element in C order.
+            values: The elements, in one dimension; in two for a rectangle.
+        """
 
     def result(self) -> T_co:
-        """What all blocks come to. Asked once, after the last of them."""
+        """Return the result. This is called once, after the last block."""
 
 
-def cut_elements(count: int, block: int = BLOCK_ELEMENTS) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + block, count)) for start in range(0, count, block))
+def cut_elements(count: int, block_count: int = BLOCK_ELEMENTS) -> Iterator[tuple[int, int]]:
+    """Cut this many elements into ranges of at most `block_count` elements."""
+    for start in range(0, count, block_count):
+        yield start, min(start + block_count, count)
 
 
 def find_first_index(tensor: LazyTensor, block: ElementBlock) -> int:
+    """Return the index in C order of the first element of a block."""
     if isinstance(block, Box):
-        return block.start[0] * matrix_shape(tensor.shape)[1] + block.start[1]
+        top, left = block.start
+        _, column_count = matrix_shape(tensor.shape)
+        return top * column_count + left
     return block[0]
 
 
 def read_elements(tensor: LazyTensor, start: int, stop: int) -> np.ndarray:
-    """Elements in C order as a 1-D array of something that numpy can compute with."""
-    if tensor.dtype.name == FLOAT4_PAIRS:
-        return view_as_numbers(tensor, read_flat_elements(tensor, start // 2, -(-stop // 2)))[
-            start % 2 :
-        ][: stop - start]
-    return view_as_numbers(tensor, read_flat_elements(tensor, start, stop))
+    """Read elements in C order, as a 1-D array of a type that numpy can compute with."""
+    if tensor.dtype.name != FLOAT4_PAIRS:
+        return view_as_numbers(tensor, read_flat_elements(tensor, start, stop))
+    # Each byte has two of these elements.
+    pairs = read_flat_elements(tensor, start // 2, -(-stop // 2))
+    first = start % 2
+    return view_as_numbers(tensor, pairs)[first : first + stop - start]
 
 
 def read_block(tensor: LazyTensor, block: ElementBlock) -> np.ndarray:
+    """Read a block, as an array of one dimension, or of two for a rectangle."""
     if not isinstance(block, Box):
         return read_flat_elements(tensor, *block)
-    (top, left), (bottom, right), width = block.start, block.stop, matrix_shape(tensor.shape)[1]
-    return np.stack(
-        [
-            read_flat_elements(tensor, row * width + left, row * width + right)
-            for row in range(top, bottom)
-        ]
-    )
+    top, left = block.start
+    bottom, right = block.stop
+    _, column_count = matrix_shape(tensor.shape)
+    rows: list[np.ndarray] = []
+    for row in range(top, bottom):
+        row_start = row * column_count
+        rows.append(read_flat_elements(tensor, row_start + left, row_start + right))
+    return np.stack(rows)
 
 
 def compare_block(a: LazyTensor, b: LazyTensor, start: int, stop: int) -> Tally:
-    """The tally of elements [start, stop), counted in C order; the tensors have one canonical shape. Reads both."""
-    left, right = read_elements(a, start, stop), read_elements(b, start, stop)
+    """Read the elements [start, stop) of two tensors in C order, and count their differences.
+
+    The tensors have the same shape and dtype in canonical form.
+    """
+    elements_a = read_elements(a, start, stop)
+    elements_b = read_elements(b, start, stop)
     with computing():
         same_bits = element_dtype(a) is element_dtype(b)
-        return compare_elements(left, right, same_bits=same_bits, start=start)
+        return compare_elements(elements_a, elements_b, same_bits=same_bits, start=start)
 
 
 def scan(
-    tensors: Sequence[LazyTensor], make: Callable[[int], Accumulator[T]],
-    cut: Callable[[int], Iterable[ElementBlock]] | None = None, *, threads: int | None = None, progress: Progress | None = None,
-) -> list[T]:  # fmt: skip
-    """Show the blocks of each tensor to an accumulator, made of its number, and give the results in the order of the tensors. `cut`
-    gives the blocks of a tensor by its number; without it they are ranges that cover the tensor. Booleans are shown as bytes of 0
-    and 1. A tensor without blocks gives what its accumulator says of nothing."""
-    run = _Scan(tensors, make, progress)
+    tensors: Sequence[LazyTensor],
+    make: Callable[[int], Accumulator[T]],
+    cut: Callable[[int], Iterable[ElementBlock]] | None = None,
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> list[T]:
+    """Pass the blocks of each tensor to an accumulator, and return the results.
+
+    Booleans are passed as bytes of 0 and 1.
+
+    Args:
+        tensors: The tensors.
+        make: Makes the accumulator of a tensor, given its index in `tensors`.
+        cut: Returns the blocks of a tensor, given its index. They need not cover the tensor. By
+            default they are ranges of all elements.
+        threads: The number of threads.
+        progress: Called with the bytes of blocks that were processed.
+
+    Returns:
+        The result of each tensor. That of a tensor without blocks comes from a new accumulator.
+    """
+    scan_state = _ScanState(tensors, make, progress)
     tasks: list[Callable[[], None]] = []
-    file_blocks: dict[Store, dict[RangeKey, list[FileBlock]]] = {}
-    for number, tensor in enumerate(tensors):
-        source, place = tensor.source, tensor.file_range()
-        tensor_blocks = [*(cut_elements(tensor.size) if cut is None else cut(number))]
-        run.left.append(len(tensor_blocks))
-        flat_blocks = [block for block in tensor_blocks if not isinstance(block, Box)]
-        if place is None or len(flat_blocks) < len(tensor_blocks):
-            tasks += [partial(run.read, number, block) for block in tensor_blocks]
+    file_blocks: dict[Store, dict[FileRange, list[FileBlock]]] = {}
+    for tensor_index, tensor in enumerate(tensors):
+        if cut is None:
+            blocks: list[ElementBlock] = [*cut_elements(tensor.size)]
+        else:
+            blocks = [*cut(tensor_index)]
+        scan_state.remaining_blocks.append(len(blocks))
+
+        tensor_range = tensor.file_range()
+        has_rectangles = any(isinstance(block, Box) for block in blocks)
+        if tensor_range is None or has_rectangles:
+            tasks += [partial(scan_state.read, tensor_index, block) for block in blocks]
             continue
-        key, first, _, crc = place
-        compares = isinstance(source, OpenSource) and source.verify
-        width = tensor.dtype.bits // 8
-        for start, stop in flat_blocks:
-            block_crc = crc if compares and stop - start == tensor.size else NO_CRC
-            range_key = key, first + start * width, (stop - start) * width
-            # Tied tensors have the same ranges, which are read once.
-            range_keys = file_blocks.setdefault(source.store, {})
-            range_keys.setdefault(range_key, []).append(FileBlock(number, (start, stop), block_crc))
-    for store, range_keys in file_blocks.items():
-        for batch in _cut_batches(store, range_keys):
-            shown = [range_keys[range_key] for range_key in batch]
-            tasks.append(partial(run.read_together, store, batch, shown))
+        key, tensor_start, _, crc = tensor_range
+        is_verified = isinstance(tensor.source, OpenSource) and tensor.source.verify
+        itemsize = tensor.dtype.bits // 8
+        # Tied tensors have the same ranges, which are read once.
+        store_blocks = file_blocks.setdefault(tensor.source.store, {})
+        for block in blocks:
+            start, stop = cast("tuple[int, int]", block)
+            block_range = (key, tensor_start + start * itemsize, (stop - start) * itemsize)
+            is_whole = stop - start == tensor.size
+            block_crc = crc if is_verified and is_whole else NO_CRC
+            file_block = FileBlock(tensor_index, (start, stop), block_crc)
+            store_blocks.setdefault(block_range, []).append(file_block)
+
+    for store, store_blocks in file_blocks.items():
+        for ranges in _group_neighbors(store, store_blocks):
+            range_blocks = [store_blocks[block_range] for block_range in ranges]
+            tasks.append(partial(scan_state.read_together, store, ranges, range_blocks))
     stores = [tensor.source.store for tensor in tensors]
     run_reads(tasks, threads or DEFAULT_THREADS, stores=stores)
-    return run.results()
+    return scan_state.list_results()
 
 
-def _cut_batches(store: Store, range_keys: Iterable[RangeKey]) -> Iterator[list[RangeKey]]:
-    """Group small neighbours, so that they are read together."""
-    most_nbytes = REMOTE.block_nbytes if store.read_profile.request_count else LOCAL.block_nbytes
-    batch: list[RangeKey] = []
-    batch_nbytes = 0
-    for range_key in sorted(range_keys):
-        nbytes = range_key[2]
-        if batch and batch_nbytes + nbytes > most_nbytes:
-            yield batch
-            batch, batch_nbytes = [], 0
-        batch.append(range_key)
-        batch_nbytes += nbytes
-    if batch:
-        yield batch
+def _group_neighbors(store: Store, ranges: Iterable[FileRange]) -> Iterator[list[FileRange]]:
+    """Sort ranges of files, and yield groups of small neighbors that are read together."""
+    policy = REMOTE if store.read_profile.request_count else LOCAL
+    group: list[FileRange] = []
+    group_nbytes = 0
+    for file_range in sorted(ranges):
+        _, _, nbytes = file_range
+        if group and group_nbytes + nbytes > policy.block_nbytes:
+            yield group
+            group = []
+            group_nbytes = 0
+        group.append(file_range)
+        group_nbytes += nbytes
+    if group:
+        yield group
 
 
-class _Scan(Generic[T]):
-    """The accumulators of tensors that are begun, and the results of those that are finished."""
+class _ScanState(Generic[T]):
+    """The accumulators of tensors with blocks that remain, and the results of finished tensors."""
 
     def __init__(
         self,
@@ -175,51 +224,83 @@ class _Scan(Generic[T]):
         make: Callable[[int], Accumulator[T]],
         progress: Progress | None,
     ) -> None:
-        self.tensors, self._make, self._progress = tensors, make, progress
-        self.left: list[int] = []  # Blocks of each tensor that were not looked at yet.
-        self._begun: dict[int, Accumulator[T]] = {}
-        self._found: dict[int, T] = {}
+        self.tensors = tensors
+        self.remaining_blocks: list[int] = []
+        """How many blocks of each tensor have not been processed."""
+        self._make = make
+        self._progress = progress
+        self._accumulators: dict[int, Accumulator[T]] = {}
+        self._results: dict[int, T] = {}
         self._lock = threading.Lock()
 
-    def read(self, number: int, block: ElementBlock) -> None:
-        tensor = self.tensors[number]
+    def read(self, tensor_index: int, block: ElementBlock) -> None:
+        """Read one block by the source of its tensor, and process it."""
+        tensor = self.tensors[tensor_index]
         with error_context(tensor=tensor.name):
-            self.show(number, block, read_block(tensor, block))
+            self._process(tensor_index, block, read_block(tensor, block))
 
     def read_together(
-        self, store: Store, batch: Sequence[RangeKey], shown: Sequence[Sequence[FileBlock]]
+        self,
+        store: Store,
+        ranges: Sequence[FileRange],
+        range_blocks: Sequence[Sequence[FileBlock]],
     ) -> None:
-        """Read a batch, and show each of its ranges as the blocks that it is."""
+        """Read neighboring ranges of files, and process their blocks.
+
+        Args:
+            store: The store of the files.
+            ranges: The ranges.
+            range_blocks: The blocks of each range. Tied tensors have blocks of the same range.
+        """
+
+        def find_tensor_name(range_index: int) -> str:
+            first_block = range_blocks[range_index][0]
+            return self.tensors[first_block.tensor_index].name
+
         policy = REMOTE if store.read_profile.request_count else LOCAL
-        name = lambda position: self.tensors[shown[position][0].number].name  # noqa: E731
-        data = read_to_scratch(store, Ranges.from_tuples(batch), name, policy=policy)
+        data = read_to_scratch(store, Ranges.from_tuples(ranges), find_tensor_name, policy=policy)
         stop = 0
-        for (_, _, nbytes), blocks in zip(batch, shown, strict=True):
-            start, stop = stop, stop + nbytes
-            content = data[start:stop] if start % WIDEST_NBYTES == 0 else data[start:stop].copy()
+        for (_, _, nbytes), blocks in zip(ranges, range_blocks, strict=True):
+            start = stop
+            stop += nbytes
+            content = data[start:stop]
+            if start % WIDEST_NBYTES != 0:
+                # Elements must be aligned to their size, and the ranges before have any length.
+                content = content.copy()
             for block in blocks:
-                tensor = self.tensors[block.number]
-                if block.crc != NO_CRC and (found := crc32(content.data)) != block.crc:
-                    raise build_damage_error(tensor.storages[0], tensor.name, found)
+                tensor = self.tensors[block.tensor_index]
+                if block.crc != NO_CRC:
+                    crc = crc32(content.data)
+                    if crc != block.crc:
+                        raise build_damage_error(tensor.storages[0], tensor.name, crc)
                 with error_context(tensor=tensor.name):
-                    self.show(block.number, block.block, content.view(tensor.dtype.numpy))
+                    values = content.view(tensor.dtype.numpy)
+                    self._process(block.tensor_index, block.elements, values)
 
-    def show(self, number: int, block: ElementBlock, values: np.ndarray) -> None:
-        values = values.view(np.uint8) if values.dtype == np.bool_ else values
-        # Two threads may both make one; `setdefault` keeps the first.
-        one = self._begun.get(number) or self._begun.setdefault(number, self._make(number))
+    def _process(self, tensor_index: int, block: ElementBlock, values: np.ndarray) -> None:
+        """Pass a block to the accumulator of its tensor, and get the result after the last block."""
+        tensor = self.tensors[tensor_index]
+        if values.dtype == np.bool_:
+            values = values.view(np.uint8)
+        accumulator = self._accumulators.get(tensor_index)
+        if accumulator is None:
+            # Two threads may both get here. `setdefault` keeps the first accumulator.
+            new_accumulator = self._make(tensor_index)
+            accumulator = self._accumulators.setdefault(tensor_index, new_accumulator)
         with computing():
-            one.add(find_first_index(self.tensors[number], block), values)
+            accumulator.add(find_first_index(tensor, block), values)
             with self._lock:
-                self.left[number] -= 1
-                done = not self.left[number]
-            if done:
-                self._found[number] = self._begun.pop(number).result()
+                self.remaining_blocks[tensor_index] -= 1
+                is_last = self.remaining_blocks[tensor_index] == 0
+            if is_last:
+                self._results[tensor_index] = accumulator.result()
+                del self._accumulators[tensor_index]
         if self._progress is not None:
-            self._progress(self.tensors[number].dtype.nbytes(values.size))
+            self._progress(tensor.dtype.nbytes(values.size))
 
-    def results(self) -> list[T]:
-        return [
-            self._found[at] if at in self._found else self._make(at).result()
-            for at in range(len(self.tensors))
-        ]
+    def list_results(self) -> list[T]:
+        """Return the result of each tensor, after all blocks have been processed."""
+        for tensor_index in range(len(self.tensors)):
+            if tensor_index not in self._results:
+                self._results[tensor_index] = self._make(tensor_index).result()
+        return [self._results[tensor_index] for tensor_index in range(len(self.tensors))]
