@@ -49,7 +49,7 @@ from holdfast.core.group import (
 )
 from holdfast.engine.saves import FilePlan, Gathered
 from holdfast.engine.stream import write_stream
-from holdfast.engine.targets.parts import RECEIPT, PartReceipt
+from holdfast.engine.targets.plan_save import RECEIPT, RankReceipt
 from holdfast.engine.write import RankSums
 from holdfast.formats import format_of
 from holdfast.formats.native.manifest import StoredBoxes, as_bytes
@@ -253,7 +253,7 @@ def receiving(ranks: int, tensors: int) -> tuple[Many, float]:
         segments = tuple(Gathered(64 * len(own), own, lambda: (b"", {})) for own in pieces)
         files.append((FilePlan(f"data-{rank}", segments), dict.fromkeys(names, 0xFFFFFFFF)))
     told = [
-        write_document(RECEIPT, PartReceipt({r: RankSums.from_crcs(*file)}, {}, b""))
+        write_document(RECEIPT, RankReceipt({r: RankSums.from_crcs(*file)}, {}, b""))
         for r, file in enumerate(files)
     ]
     many, crcs = Many(told), dict[str, int]()

@@ -26,7 +26,7 @@ from obstore.store import MemoryStore
 import holdfast
 from holdfast.core.documents import decode_canonical, seal
 from holdfast.engine.targets import bucket_claims as claims
-from holdfast.engine.targets.bucket_claims import CLAIMS, Claim, ClaimContent
+from holdfast.engine.targets.bucket_claims import CLAIMS_FOLDER, Claim, ClaimContent
 from holdfast.errors import (
     BadArgument,
     DurabilityUncertain,
@@ -102,7 +102,7 @@ def test_what_is_needed_stays_and_what_is_not_goes(store: MemoryStore):
         assert data == named, "what the one step names, in whichever folder it lies"
     assert any(not key.startswith("run/step-00000007") for key in data)
     assert loads(run.latest())
-    assert not [key for key in keys(store) if CLAIMS in key]
+    assert not [key for key in keys(store) if CLAIMS_FOLDER in key]
 
 
 def test_share_false_writes_everything(store: MemoryStore):
@@ -307,24 +307,24 @@ def test_claims_of_the_dead(store: MemoryStore, monkeypatch: pytest.MonkeyPatch)
     base = url_of("run", store)
     obstore.put(
         store,
-        f"run/{CLAIMS}/dead",
+        f"run/{CLAIMS_FOLDER}/dead",
         msgspec.json.encode(ClaimContent("deletes", ("step-00000001",))),
     )
     run.save(3, state(3))
     assert not any("/" in name for name in run[3].files)
     obstore.put(
         store,
-        f"run/{CLAIMS}/dead",
+        f"run/{CLAIMS_FOLDER}/dead",
         msgspec.json.encode(ClaimContent("uses", ("step-00000001", "step-00000002"))),
     )
     with pytest.warns(HoldfastWarning, match="a save uses"):
         run.save(4, state(4))
     assert "run/step-00000001" in {f"run/{key.partition('/')[0]}" for key in keys(store)}
-    monkeypatch.setattr(claims, "LIFE_S", 0.0)
-    obstore.put(store, f"run/{CLAIMS}/dead", b"nobody understands this")
+    monkeypatch.setattr(claims, "CLAIM_LIFE_S", 0.0)
+    obstore.put(store, f"run/{CLAIMS_FOLDER}/dead", b"nobody understands this")
     run.save(5, state(5))
     assert any("/" in name for name in run[5].files)
-    assert not [key for key in keys(store) if CLAIMS in key], "old claims are taken away"
+    assert not [key for key in keys(store) if CLAIMS_FOLDER in key], "old claims are taken away"
     assert all(map(loads, run))
     assert References(base).named([]) == set()
 
@@ -333,12 +333,12 @@ def test_a_claim_that_nobody_understands_stops_a_deletion(store: MemoryStore):
     run = run_in(store, keep="latest:1")
     run.save(1, state(1))
     run.save(2, state(2))
-    obstore.put(store, f"run/{CLAIMS}/newer", b"{}")
+    obstore.put(store, f"run/{CLAIMS_FOLDER}/newer", b"{}")
     with pytest.warns(HoldfastWarning, match="cannot be understood"):
         run.save(3, state(3))
     assert [step.step for step in run] == [3]
     assert any(key.startswith("step-00000001/data") for key in keys(store))
-    obstore.delete(store, f"run/{CLAIMS}/newer")
+    obstore.delete(store, f"run/{CLAIMS_FOLDER}/newer")
     with later(25):
         sweep("run", store=store)
     assert all(map(loads, run))
@@ -513,7 +513,7 @@ def together(
     assert {f"run/{key}" for key in keys(store) if "data-" in key} == named, (
         "a sweep leaves nothing else"
     )
-    assert not [key for key in keys(store) if CLAIMS in key]
+    assert not [key for key in keys(store) if CLAIMS_FOLDER in key]
     return outcomes, {one.step for one in steps}
 
 
@@ -710,12 +710,12 @@ def test_a_slow_store_is_not_relied_on(store: MemoryStore, monkeypatch: pytest.M
     run = run_in(store, keep="latest:1")
     for number in (1, 2):
         run.save(number, state(number))
-    monkeypatch.setattr(claims, "WORK_S", -1.0)
+    monkeypatch.setattr(claims, "CLAIM_WORK_S", -1.0)
     with pytest.warns(HoldfastWarning, match="too slowly"):
         saved = run.save(3, state(3))
     assert not any("/" in name for name in saved.files)
     with pytest.raises(NotCommitted) as refused:
-        claims.commit_sharing(
+        claims.commit_with_claim(
             _save_at("run/step-00000009", store),
             [("step-00000003", saved.files[0], 1)],
             lambda: None,

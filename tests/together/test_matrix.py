@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 import holdfast
-from holdfast.engine.targets import parts
+from holdfast.engine.targets import plan_save
 from holdfast.errors import HoldfastError, RanksFailed
 from holdfast.formats import FORMATS, written_formats
 from holdfast.torch import versions
@@ -33,7 +33,7 @@ SIZES = [2, 3, 4]
 @pytest.fixture(autouse=True)
 def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of a few kilobytes are cut as files of gigabytes are: between any two bytes."""
-    monkeypatch.setattr(parts, "CUT_NBYTES", 1 << 10)
+    monkeypatch.setattr(plan_save, "CUT_NBYTES", 1 << 10)
 
 
 def state() -> dict[str, torch.Tensor]:

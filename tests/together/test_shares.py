@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.engine.targets import parts
+from holdfast.engine.targets import plan_save
 from holdfast.stores import local
 from tests.groups import ThreadGroup, good, on_ranks
 
@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of 30 MB are cut as files of gigabytes are."""
-    monkeypatch.setattr(parts, "CUT_NBYTES", 4 << 20)
+    monkeypatch.setattr(plan_save, "CUT_NBYTES", 4 << 20)
 
 
 @pytest.fixture

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.engine.targets import parts
+from holdfast.engine.targets import plan_save
 from tests.groups import ThreadGroup, good, on_ranks
 
 
 @pytest.fixture(autouse=True)
 def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of a few hundred kilobytes are cut as files of gigabytes are."""
-    monkeypatch.setattr(parts, "CUT_NBYTES", 64 << 10)
+    monkeypatch.setattr(plan_save, "CUT_NBYTES", 64 << 10)
 
 
 def state(seed: int = 0) -> dict[str, object]:

@@ -24,8 +24,14 @@ from holdfast.core.runtime import gc_paused
 from holdfast.core.value import Value, replace
 from holdfast.engine.saves import FilePlan, SavePlan
 from holdfast.engine.targets.bucket import BucketNames
-from holdfast.engine.targets.bucket_commit import save_id
-from holdfast.engine.targets.target import Fill, Saving, Target, target_of
+from holdfast.engine.targets.bucket_commit import make_save_id
+from holdfast.engine.targets.target import (
+    DeliveredFile,
+    SaveContext,
+    Target,
+    WriteFile,
+    make_target,
+)
 from holdfast.engine.threads import run_all
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, HoldfastError, NotCommitted
@@ -85,20 +91,24 @@ def open_together(
     # at once.
     index, indexes = format.index, [one.index for one in rank_formats()]
     names = BucketNames(
-        replaced=lambda url, there: replaced_at(url, [name for name in indexes if name in there]),
-        others=lambda url, there: _other_indexes(url, index, there, overwrite=overwrite),
-        stale=(BESIDE,),
+        find_replaced=lambda url, there: replaced_at(
+            url, [name for name in indexes if name in there]
+        ),
+        find_other_indexes=lambda url, there: _other_indexes(
+            url, index, there, overwrite=overwrite
+        ),
+        stale_names=(BESIDE,),
     )
     plan = SavePlan(format.name, (), directory=True, index=(FilePlan(index, ()),))
-    return target_of(
+    return make_target(
         path,
         plan,
         overwrite=overwrite,
         durable=durable,
-        names=lambda: names,
-        replaceable=replaceable,
-        save="" if place_at(path).on_disk else save_id(),
-        parents=True,
+        bucket_names=lambda: names,
+        is_replaceable=replaceable,
+        save_id="" if place_at(path).on_disk else make_save_id(),
+        makes_parents=True,
     ).__enter__()
 
 
@@ -151,21 +161,21 @@ def write_files(
     if reuse.linked:
         for file, (rows, chunks) in zip(reuse.linked, reuse.by_file(), strict=True):
             stored = StoredBoxes.of(rows, chunks)
-            linked.append(Receipt(file.key, file.nbytes, stored, linked=target.link(file)))
-    saving = Saving(
+            linked.append(Receipt(file.key, file.nbytes, stored, linked=target.link_file(file)))
+    saving = SaveContext(
         threads=max(threads // max(len(files), 1), 1),
         progress=progress,
-        block=block,
+        block_nbytes=block,
     )
     written: dict[str, Receipt] = {}
 
-    def write_file(file: RankFile, fill: Fill) -> None:
+    def write_file(file: RankFile, fill: WriteFile) -> None:
         # Each file has checksums of its own: ranks give one name to several pieces of a tensor.
         crcs = fill(replace(saving, crcs={}))
         key, nbytes = file.plan.key, file.plan.nbytes
         written[key] = Receipt(key, nbytes, file.stored(crcs), [*file.values])
 
-    run_all([partial(write_file, file, target.begin(file.plan)) for file in files], threads)
+    run_all([partial(write_file, file, target.prepare_file(file.plan)) for file in files], threads)
     return [*linked, *(written[file.plan.key] for file in files)]
 
 
@@ -198,7 +208,7 @@ def publish(
         if not is_complete or values != sorted(writes.values):
             raise NotCommitted(f"rank {rank} did not write what was planned for it", file=path)
     every = [receipt for _, receipts in delivered for receipt in receipts]
-    index = format.sharded.index(contents, delivered, path=path, save=target.save)
+    index = format.sharded.index(contents, delivered, path=path, save=target.save_id)
     attributes = None
     if step is not None:
         files = [(receipt.key, receipt.nbytes) for receipt in every]
@@ -208,14 +218,14 @@ def publish(
             index.append(seal_file(files, index, step.stamp))
 
     others = [
-        (receipt.key, receipt.nbytes, receipt.linked)
+        DeliveredFile(receipt.key, receipt.nbytes, is_linked=receipt.linked)
         for _, receipts in delivered[1:]
         for receipt in receipts
     ]
     is_checked = len(delivered) > 1
-    saving = Saving(
+    saving = SaveContext(
         check_opens=partial(_check_opens, format, contents, path) if is_checked else None,
-        last=step.sure if step is not None else lambda: None,
+        before_publish=step.sure if step is not None else lambda: None,
         attributes=attributes,
     )
     target.publish(index, saving, others)

@@ -27,9 +27,15 @@ from holdfast.core.value import Value
 from holdfast.engine.commit.temporaries import make_temporary_name
 from holdfast.engine.saves import FilePlan, LinkedFile, SavePlan
 from holdfast.engine.stream import REMOTE_BLOCK_NBYTES, CountingWriter, Writer, write_stream
-from holdfast.engine.targets.bucket_claims import commit_sharing, release
-from holdfast.engine.targets.bucket_commit import NOBODY, ObjectSave, PrefixSave, save_id
-from holdfast.engine.targets.target import Delivered, Fill, Saving, Target, nothing_yet
+from holdfast.engine.targets.bucket_claims import commit_with_claim, release_objects
+from holdfast.engine.targets.bucket_commit import NOBODY, ObjectSave, PrefixSave, make_save_id
+from holdfast.engine.targets.target import (
+    DeliveredFile,
+    SaveContext,
+    Target,
+    WriteFile,
+    write_later,
+)
 from holdfast.engine.write import check_source, read_stored_crcs
 from holdfast.errors import HoldfastError, NotCommitted, StoreError
 from holdfast.stores.files import is_temporary
@@ -61,7 +67,7 @@ class ReplacedObjects(Value, frozen=True):
             return
         with suppress(HoldfastError):
             parent, own = save.url.parent, save.url.key.rpartition("/")[2]
-            release(
+            release_objects(
                 parent,
                 [
                     parent.below("/".join(parse_sibling_key(name) or (own, name))).key
@@ -74,43 +80,43 @@ class ReplacedObjects(Value, frozen=True):
 class BucketNames(Value, frozen=True):
     """What names of objects mean to the formats."""
 
-    counts: Callable[[str], bool] | None = None
+    is_checkpoint: Callable[[str], bool] | None = None
     """Whether an object makes a checkpoint of a prefix, beside the index itself."""
-    late: Callable[[str], bool] = lambda name: False
+    is_written_late: Callable[[str], bool] = lambda name: False
     """Whether others have this name for something: it is put when all else is there, and nothing is known against it."""
-    weights: Callable[[str], bool] = lambda name: False
+    is_weights: Callable[[str], bool] = lambda name: False
     """Whether it is what others look for where there is no index."""
-    replaced: Callable[[Url, Collection[str]], ReplacedObjects] = lambda url, there: (
+    find_replaced: Callable[[Url, Collection[str]], ReplacedObjects] = lambda url, there: (
         ReplacedObjects()
     )
     """The objects of the checkpoint at a URL, of the names that are there."""
-    others: Callable[[Url, Collection[str]], Sequence[str]] = lambda url, there: ()
+    find_other_indexes: Callable[[Url, Collection[str]], Sequence[str]] = lambda url, there: ()
     """Other indexes, of the names that are there, which go when this one is put. Raises where they may not, or cannot, go."""
-    stale: Sequence[str] = ()
+    stale_names: Sequence[str] = ()
     """What would speak of another index; it goes before the index is put."""
 
 
-def _pass(file: FilePlan, how: Saving, target: Writer) -> dict[str, int]:
+def _pass(file: FilePlan, how: SaveContext, target: Writer) -> dict[str, int]:
     """Write the content of an object, sure of what was read."""
     crcs = write_stream(
         file,
         CountingWriter(target, how.progress) if how.progress else target,
         known=how.crcs,
         requests=how.threads,
-        block=how.block or REMOTE_BLOCK_NBYTES,
+        block=how.block_nbytes or REMOTE_BLOCK_NBYTES,
     )
     how.crcs.update(crcs)
     check_source(file, how.crcs)
     return crcs
 
 
-def _text(file: FilePlan, how: Saving) -> bytes:
+def _text(file: FilePlan, how: SaveContext) -> bytes:
     text = io.BytesIO()
     _pass(file, how, text)
     return text.getvalue()
 
 
-def _put(file: FilePlan, how: Saving, save: PrefixSave, name: str) -> dict[str, int]:
+def _put(file: FilePlan, how: SaveContext, save: PrefixSave, name: str) -> dict[str, int]:
     """Put an object under a name; its own checksums."""
     found: dict[str, int] = {}
     save.write(name, file.nbytes, lambda target: found.update(_pass(file, how, target)))
@@ -127,47 +133,47 @@ class ObjectTarget(Target):
         self._content: bytes | None = None
         self._save.begin()
 
-    def link(self, file: LinkedFile) -> bool:
+    def link_file(self, file: LinkedFile) -> bool:
         self._linked.append(file)
         return True
 
-    def begin(self, file: FilePlan) -> Fill:
+    def prepare_file(self, file: FilePlan) -> WriteFile:
         self._files.append(file)
-        return nothing_yet
+        return write_later
 
-    def keeps(self, file: FilePlan) -> bool:
+    def needs_first_rank(self, file: FilePlan) -> bool:
         return True  # an object is one upload
 
     def publish(
-        self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()
+        self, index: Sequence[FilePlan], how: SaveContext, others: Iterable[DeliveredFile] = ()
     ) -> None:
         for one in self._linked:
-            how.last()
+            how.before_publish()
             self._save.copy(Url(one.folder).key)
         for file in self._files:
             self._save.write(
                 file.nbytes,
                 partial(_pass, file, how),
-                how.last,
+                how.before_publish,
                 check_content=None
                 if how.check_opens is None
                 else partial(self._check_content, how),
                 check_object=partial(self._check_object, file, how),
             )
 
-    def _check_content(self, how: Saving, content: bytes) -> None:
+    def _check_content(self, how: SaveContext, content: bytes) -> None:
         """Have a short object opened before it is put."""
         self._content = content
         self.check_opens(how)
 
-    def _check_object(self, file: FilePlan, how: Saving) -> None:
+    def _check_object(self, file: FilePlan, how: SaveContext) -> None:
         """Check an object that is published: its data, and a long one as a whole."""
         if how.read_back:
             _check_uploaded(file, self._save.url, how.crcs)
         if self._content is None:
             self.check_opens(how)
 
-    def written(self) -> Store:
+    def open_unpublished(self) -> Store:
         url = self._save.url
         if self._content is None:
             return RemoteStore(url)
@@ -186,22 +192,22 @@ class JoinedPrefix(Target):
         overwrite: bool = False,
         parts: int | None = None,
     ) -> None:
-        self.url, self.save = url, save
+        self.url, self.save_id = url, save
         self._save = PrefixSave(url, index, overwrite=overwrite, parts=parts)
 
-    def link(self, file: LinkedFile) -> bool:
+    def link_file(self, file: LinkedFile) -> bool:
         return True  # the manifest names it where it is
 
-    def begin(self, file: FilePlan) -> Fill:
+    def prepare_file(self, file: FilePlan) -> WriteFile:
         return lambda how: _put(file, how, self._save, file.key)
 
-    def stream(self, key: str, nbytes: int, write: Callable[[Writer], None]) -> None:
+    def stream_file(self, key: str, nbytes: int, write: Callable[[Writer], None]) -> None:
         self._save.write(key, nbytes, write)
 
-    def free_names(self, prefix: str, suffix: str) -> Iterator[str]:
-        own, number = save_id(), 0
+    def generate_free_names(self, prefix: str, suffix: str) -> Iterator[str]:
+        own, number = make_save_id(), 0
         while True:
-            yield f"{prefix}{number}-{self.save}-{own}{suffix}"
+            yield f"{prefix}{number}-{self.save_id}-{own}{suffix}"
             number += 1
 
     def give_up(self) -> None:
@@ -229,50 +235,52 @@ class PrefixTarget(JoinedPrefix):
         self._late: list[FilePlan] = []
         self._index: FilePlan | None = None
         self._content: bytes | None = None
-        self._save.begin(names.counts)
+        self._save.begin(names.is_checkpoint)
         there = self._save.there
-        self._others = names.others(url, there)
-        self._replaced = names.replaced(url, there) if overwrite and there else ReplacedObjects()
+        self._others = names.find_other_indexes(url, there)
+        self._replaced = (
+            names.find_replaced(url, there) if overwrite and there else ReplacedObjects()
+        )
 
-    def link(self, file: LinkedFile) -> bool:
+    def link_file(self, file: LinkedFile) -> bool:
         self._delivered[file.key] = file.nbytes, True
         return True
 
-    def keeps(self, file: FilePlan) -> bool:
-        return file.key == self._save.index or self._names.late(file.key)
+    def needs_first_rank(self, file: FilePlan) -> bool:
+        return file.key == self._save.index or self._names.is_written_late(file.key)
 
-    def begin(self, file: FilePlan) -> Fill:
+    def prepare_file(self, file: FilePlan) -> WriteFile:
         if file.key == self._save.index:
             self._index = file
-            return nothing_yet
+            return write_later
         self._delivered[file.key] = file.nbytes, False
-        if self._names.late(file.key):
+        if self._names.is_written_late(file.key):
             self._late.append(file)
-            return nothing_yet
-        return super().begin(file)
+            return write_later
+        return super().prepare_file(file)
 
     def publish(
-        self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()
+        self, index: Sequence[FilePlan], how: SaveContext, others: Iterable[DeliveredFile] = ()
     ) -> None:
         """Put the index. What it replaced goes afterwards."""
         for file in index:
-            self.begin(file)(how)
+            self.prepare_file(file)(how)
         final = self._index
         assert final is not None  # the target was opened for a plan that has it
         self._delivered.update({key: (nbytes, linked) for key, nbytes, linked in others})
         self._content = _text(final, how)
         self.check_opens(how)
-        how.last()
+        how.before_publish()
         for file in self._late:
             _put(file, how, self._save, file.key)
         text = self._content
-        self._save.remove([name for name in self._names.stale if name in self._save.there])
+        self._save.remove([name for name in self._names.stale_names if name in self._save.there])
         used = [
             (*self._home(key), nbytes)
             for key, (nbytes, linked) in self._delivered.items()
             if linked
         ]
-        commit_sharing(self._save, used, lambda: self._save.commit(text, how.attributes))
+        commit_with_claim(self._save, used, lambda: self._save.commit(text, how.attributes))
         self._over = True
         self._save.remove(self._others)
         self._replaced.remove(self._save, keep={file.key for file in (*self._late, final)})
@@ -280,7 +288,7 @@ class PrefixTarget(JoinedPrefix):
     def _home(self, key: str) -> tuple[str, str]:
         return parse_sibling_key(key) or (self.url.key.rpartition("/")[2], key)
 
-    def written(self) -> Store:
+    def open_unpublished(self) -> Store:
         store, bucket, parent = Virtual(self.url), get_bucket(self.url), self.url.parent
         for key, (nbytes, _) in self._delivered.items():
             folder, name = self._home(key)
@@ -300,7 +308,7 @@ class PrefixTarget(JoinedPrefix):
             return
         self._over = True
         super().give_up()
-        if self.save:
+        if self.save_id:
             below = f"{self.url.key}/" if self.url.key else ""
             with suppress(HoldfastError):
                 bucket = get_bucket(self.url)
@@ -309,7 +317,7 @@ class PrefixTarget(JoinedPrefix):
                     [
                         key
                         for key in found
-                        if key.startswith(below) and self.save in key[len(below) :]
+                        if key.startswith(below) and self.save_id in key[len(below) :]
                     ]
                 )
 
@@ -325,7 +333,7 @@ class JoinedCopy(Target):
     def join_name(self) -> str:
         return json.dumps(self._hidden)
 
-    def begin(self, file: FilePlan) -> Fill:
+    def prepare_file(self, file: FilePlan) -> WriteFile:
         return lambda how: _put(file, how, self._save, self._hidden.get(file.key, file.key))
 
     def give_up(self) -> None:
@@ -352,12 +360,14 @@ class CopyTarget(JoinedCopy):
         save = PrefixSave(
             url, plan.index[0].key if plan.index else "", overwrite=overwrite, parts=parts
         )
-        save.begin(names.counts)
+        save.begin(names.is_checkpoint)
         there = save.there
         found = (
             []
             if plan.index
-            else [file for file in plan.files if names.weights(file.key) and file.key not in there]
+            else [
+                file for file in plan.files if names.is_weights(file.key) and file.key not in there
+            ]
         )
         aside = [*(file for file in plan.files if file.key in there), *(found if several else ())]
         hidden = {file.key: _hidden(file.key) for file in aside if file.nbytes <= MAX_COPY_NBYTES}
@@ -366,24 +376,26 @@ class CopyTarget(JoinedCopy):
         self._linked: list[LinkedFile] = []
         self._over = [file for file in plan.files if file.key in there and file.key not in hidden]
         self._last = [file for file in found if file.key not in hidden]
-        self._replaced = names.replaced(url, there) if overwrite and there else ReplacedObjects()
+        self._replaced = (
+            names.find_replaced(url, there) if overwrite and there else ReplacedObjects()
+        )
         self._claim = ExitStack()
         self._claim.enter_context(save.claimed())
         save.expect([hidden.get(file.key, file.key) for file in plan.files])
 
-    def keeps(self, file: FilePlan) -> bool:
+    def needs_first_rank(self, file: FilePlan) -> bool:
         return any(file.key == one.key for one in (*self._over, *self._last))
 
-    def link(self, file: LinkedFile) -> bool:
+    def link_file(self, file: LinkedFile) -> bool:
         self._linked.append(file)
         return True
 
-    def begin(self, file: FilePlan) -> Fill:
+    def prepare_file(self, file: FilePlan) -> WriteFile:
         self._files.append(file)
-        return nothing_yet if self.keeps(file) else super().begin(file)
+        return write_later if self.needs_first_rank(file) else super().prepare_file(file)
 
     def publish(
-        self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()
+        self, index: Sequence[FilePlan], how: SaveContext, others: Iterable[DeliveredFile] = ()
     ) -> None:
         save, old = self._save, self._replaced.names
         mine = {
@@ -393,7 +405,7 @@ class CopyTarget(JoinedCopy):
         }
         for file in self._last:
             _put(file, how, save, file.key)
-        how.last()
+        how.before_publish()
         if mine.intersection(old[1:] if index else old):
             save.withdraw_index(old[0])
         for file in self._over:
@@ -406,7 +418,7 @@ class CopyTarget(JoinedCopy):
         cut_off = (name for name in save.there if is_temporary(name) and NOBODY not in name)
         save.dismiss([*self._hidden.values(), *cut_off])
         if self._over:
-            how.last()
+            how.before_publish()
         for file in index:
             save.commit(_text(file, how))
         save.revocable = False

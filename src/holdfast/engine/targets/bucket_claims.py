@@ -17,9 +17,10 @@ listed them while the save's claim was there, it saw that. If it listed them aft
 deletion read it, since it reads manifests after it has listed claims. So it cannot be. All that is needed is a store whose reads
 and lists see what was written before, and those of all clouds do.
 
-**The dead** leave their claims. A claim counts for `LIFE_S`, by the times that the store gave to it and to the claim of whoever
-asks: no clock of a machine is compared with another's. Who made it acts on it for `WORK_S` by its own clock, which leaves time for
-a last request that is slow. A dead save's claim holds up no more than the deletion of some data, and a dead deletion's makes saves
+**The dead** leave their claims. A claim counts for `CLAIM_LIFE_S`, by times that the store gave to
+it and to the claim of whoever asks: no clock of a machine is compared with another's. Who made it
+acts on it for `CLAIM_WORK_S` by its own clock. This leaves time for a last request that is slow. A
+dead save's claim holds up no more than the deletion of some data, and a dead deletion's makes saves
 write everything for a while.
 """
 
@@ -36,7 +37,7 @@ import msgspec
 
 from holdfast.core.documents import DocumentType, read_document, write_document
 from holdfast.core.value import Value
-from holdfast.engine.targets.bucket_commit import PrefixSave, save_id
+from holdfast.engine.targets.bucket_commit import PrefixSave, make_save_id
 from holdfast.errors import (
     DurabilityUncertain,
     FormatError,
@@ -49,10 +50,12 @@ from holdfast.stores.remote.client import get_bucket
 from holdfast.stores.remote.failures import find_existing
 from holdfast.stores.remote.url import Url
 
-CLAIMS = "holdfast.claims"  # The folder of the claims, beside the checkpoints that they speak of.
-LIFE_S = 1800.0
+CLAIMS_FOLDER = (
+    "holdfast.claims"  # The folder of the claims, beside the checkpoints that they speak of.
+)
+CLAIM_LIFE_S = 1800.0
 
-WORK_S = 600.0  # How long whoever made it acts on it.
+CLAIM_WORK_S = 600.0  # How long whoever made it acts on it.
 MOST_NBYTES, MOST = 1 << 20, 100_000
 
 Does = Literal["uses", "deletes"]
@@ -75,14 +78,14 @@ class Claim:
     @property
     def counts(self) -> bool:
         """Whether this process may still act on it."""
-        return time.monotonic() - self._began < WORK_S
+        return time.monotonic() - self._began < CLAIM_WORK_S
 
     def others(self, does: Does) -> set[str]:
         """The folders in which others do this, of those claims that count."""
-        return claims_below(self._parent, does, mine=self._key)
+        return list_claimed_folders(self._parent, does, mine=self._key)
 
 
-def claims_below(parent: Url, does: Does, *, mine: str | None = None) -> set[str]:
+def list_claimed_folders(parent: Url, does: Does, *, mine: str | None = None) -> set[str]:
     """The folders beside each other in `parent` in which somebody does this. Without a claim of one's own (`mine`) the age of the
     others is that by the clock of this machine: good for a forecast."""
     bucket, found, old = get_bucket(parent), set[str](), list[str]()
@@ -95,8 +98,8 @@ def claims_below(parent: Url, does: Does, *, mine: str | None = None) -> set[str
     now = datetime.now(UTC) if mine is None else rows[mine]
     for key, changed in rows.items():
         age = (now - changed).total_seconds()
-        if key == mine or age >= LIFE_S:
-            old += [key] if age >= 2 * LIFE_S and mine is not None else []
+        if key == mine or age >= CLAIM_LIFE_S:
+            old += [key] if age >= 2 * CLAIM_LIFE_S and mine is not None else []
             continue
         try:
             got = find_existing(bucket.get_object, key, MOST_NBYTES)
@@ -122,13 +125,13 @@ def _unsure(message: str, url: str) -> StoreError:
 
 
 def _below(parent: Url) -> str:
-    return f"{parent.key}/{CLAIMS}" if parent.key else CLAIMS
+    return f"{parent.key}/{CLAIMS_FOLDER}" if parent.key else CLAIMS_FOLDER
 
 
 @contextmanager
 def claiming(parent: Url, does: Does, folders: Collection[str]) -> Iterator[Claim]:
     """A block in which all others know what is done here. Where nobody can say how it ended, the claim stays, and grows old."""
-    key, bucket, began = f"{_below(parent)}/{save_id()}", get_bucket(parent), time.monotonic()
+    key, bucket, began = f"{_below(parent)}/{make_save_id()}", get_bucket(parent), time.monotonic()
 
     def over() -> None:
         with suppress(HoldfastError):
@@ -150,7 +153,7 @@ Used = Sequence[
 ]  # Objects of which others are the owners: folder, name and length of each.
 
 
-def commit_sharing(save: PrefixSave, used: Used, commit: Callable[[], None]) -> None:
+def commit_with_claim(save: PrefixSave, used: Used, commit: Callable[[], None]) -> None:
     """Publish a checkpoint that names these objects beside it. Raises `NotCommitted` with ESTALE where one of them is gone, or may
     go: then everything has to be written."""
     if not used:
@@ -194,22 +197,22 @@ def _stale(url: Url, why: str) -> HoldfastError:
     )
 
 
-class Released(Value, frozen=True):
+class ReleasedObjects(Value, frozen=True):
     """What became of objects that nobody was to need."""
 
-    gone: Sequence[str] = ()
-    used: Sequence[str] = ()  # Those that stay because a save uses their folder.
+    deleted: Sequence[str] = ()
+    in_use: Sequence[str] = ()  # Those that stay because a save uses their folder.
 
 
-def release(
+def release_objects(
     parent: Url, keys: Collection[str], named: Callable[[Collection[str]], Collection[str]]
-) -> Released:
+) -> ReleasedObjects:
     """Delete objects in folders of `parent` that no manifest names any more. `named` says which of these keys a published manifest
     names; it looks anew. Raises `StoreError`."""
     start = f"{parent.key}/" if parent.key else ""
     folders = {key: key.removeprefix(start).rpartition("/")[0] for key in keys}
     if not folders:
-        return Released()
+        return ReleasedObjects()
     with claiming(parent, "deletes", set(folders.values())) as claim:
         used = claim.others("uses")
         free = [key for key in folders if folders[key] not in used]
@@ -220,4 +223,4 @@ def release(
                 "the store answers too slowly to be sure of what is needed; try again", parent
             )
         get_bucket(parent).delete(free)
-        return Released(free, [key for key in folders if folders[key] in used])
+        return ReleasedObjects(free, [key for key in folders if folders[key] in used])

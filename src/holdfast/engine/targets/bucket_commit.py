@@ -61,14 +61,14 @@ WEIGHTS_INDEX: Final = ".index.json"  # How the name of the index of a Hugging F
 Write = Callable[[Writer], object]
 
 
-def save_id() -> str:
+def make_save_id() -> str:
     return secrets.token_hex(8)
 
 
 def check_conditions(bucket: Bucket, url: Url) -> None:
     """Try whether the store refuses to create what is there. Raises `NotCommitted` where it does not, unless the user insists."""
     if bucket.supports_conditions is None:
-        probe = f"{url.key}.holdfast-probe-{save_id()}"
+        probe = f"{url.key}.holdfast-probe-{make_save_id()}"
         try:
             with suppress(ConditionFailed):
                 bucket.put(probe, b"1", create=True)
@@ -97,7 +97,7 @@ def claimed(
 ) -> Iterator[None]:
     """Have a place alone, by a small object that only one can create. `force` takes the place of one whose saver is dead. Raises
     `NotCommitted`, with the message `busy`, where another has it. Where nobody can say how the block ended, the claim stays."""
-    mine = save_id().encode()
+    mine = make_save_id().encode()
 
     def is_mine() -> bool | None:
         """Whether the claim is; None where there is none, or none to be seen yet."""
@@ -345,7 +345,7 @@ class ObjectSave:
         self._overwrite = overwrite
         self._parts = parts
         self._bucket = get_bucket(url)
-        self._id = save_id()
+        self._id = make_save_id()
 
     def begin(self) -> None:
         """Look at what is there. Raises `NotCommitted` where it may not be replaced."""

@@ -33,7 +33,7 @@ from holdfast.engine.commit.transactions import (
 )
 from holdfast.engine.saves import Data, FilePlan, Gathered, LinkedFile, Literal, SavePlan
 from holdfast.engine.stream import Writer
-from holdfast.engine.targets.target import Delivered, Fill, Saving, Target
+from holdfast.engine.targets.target import DeliveredFile, SaveContext, Target, WriteFile
 from holdfast.engine.write import (
     FileSums,
     check_range,
@@ -200,10 +200,15 @@ class Staging:
         return crcs if crcs == recorded else None
 
 
-def _fill(file: FilePlan, how: Saving, sink: NewFile, path: str) -> Mapping[str, int]:
+def _fill(file: FilePlan, how: SaveContext, sink: NewFile, path: str) -> Mapping[str, int]:
     """Write a file, sure of what was read and, where that is wanted, of what was written."""
     receipt = write_file(
-        file, sink, crcs=how.crcs, threads=how.threads, progress=how.progress, block=how.block
+        file,
+        sink,
+        crcs=how.crcs,
+        threads=how.threads,
+        progress=how.progress,
+        block=how.block_nbytes,
     )
     how.crcs.update(receipt.crcs)
     check_source(file, how.crcs)
@@ -216,10 +221,10 @@ def _fill(file: FilePlan, how: Saving, sink: NewFile, path: str) -> Mapping[str,
 
 
 def _fill_part(
-    file: FilePlan, part: tuple[int, int], how: Saving, sink: NewFile, path: str
+    file: FilePlan, part: tuple[int, int], how: SaveContext, sink: NewFile, path: str
 ) -> FileSums:
     written = write_range(
-        file, sink, part, threads=how.threads, progress=how.progress, block=how.block
+        file, sink, part, threads=how.threads, progress=how.progress, block=how.block_nbytes
     )
     if how.read_back:
         check_range(file, sink.descriptor, written, path=path, threads=how.threads)
@@ -229,17 +234,17 @@ def _fill_part(
 class FirstTarget(Target):
     """A file or a folder of files, on the part that makes it."""
 
-    splits = True
+    can_split_files = True
     path: str
 
     def _shared_file(self, key: str) -> NewFile:
         """Return a file that several parts write."""
         raise NotImplementedError
 
-    def fill_part(self, file: FilePlan, part: tuple[int, int], how: Saving) -> FileSums:
+    def write_range_of(self, file: FilePlan, part: tuple[int, int], how: SaveContext) -> FileSums:
         return _fill_part(file, part, how, self._shared_file(file.key), self.path)
 
-    def finish_shared(self, file: FilePlan, written: FileSums, how: Saving) -> None:
+    def finish_shared_file(self, file: FilePlan, written: FileSums, how: SaveContext) -> None:
         made = self._shared_file(file.key)
         how.crcs.update(finish_file(file, made, written, crcs=how.crcs, progress=how.progress).crcs)
         check_source(file, how.crcs)
@@ -256,24 +261,24 @@ class FileTarget(FileTransaction, FirstTarget):
     def _shared_file(self, key: str) -> NewFile:
         return self.file
 
-    def share(self, file: FilePlan) -> None:
+    def create_shared_file(self, file: FilePlan) -> None:
         self.file.allocate(file.nbytes)
 
-    def keeps(self, file: FilePlan) -> bool:
+    def needs_first_rank(self, file: FilePlan) -> bool:
         return True  # it is made already
 
-    def begin(self, file: FilePlan) -> Fill:
+    def prepare_file(self, file: FilePlan) -> WriteFile:
         return lambda how: _fill(file, how, self.file, self.path)
 
-    def written(self) -> Store:
+    def open_unpublished(self) -> Store:
         return DescriptorStore(self.file.descriptor, name=self.path)
 
     def publish(
-        self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()
+        self, index: Sequence[FilePlan], how: SaveContext, others: Iterable[DeliveredFile] = ()
     ) -> None:
         if how.check_opens is not None:
             self.check_opens(how)
-        how.last()
+        how.before_publish()
         self.commit(how.before_rename)
 
 
@@ -317,7 +322,7 @@ class JoinedFolder(Target):
         self._made.append(made)
         return made
 
-    def fill_part(self, file: FilePlan, part: tuple[int, int], how: Saving) -> FileSums:
+    def write_range_of(self, file: FilePlan, part: tuple[int, int], how: SaveContext) -> FileSums:
         label = self._label(file.key)
         with not_committed_on_error("opening a file of the first rank", label):
             shared = NewFile(
@@ -332,30 +337,30 @@ class JoinedFolder(Target):
         shared.finish()
         return written
 
-    def begin(self, file: FilePlan) -> Fill:
+    def prepare_file(self, file: FilePlan) -> WriteFile:
         made = self._create(file.key)
 
-        def fill(how: Saving) -> Mapping[str, int]:
+        def fill(how: SaveContext) -> Mapping[str, int]:
             crcs = _fill(file, how, made, self._path)
             made.finish()
             return crcs
 
         return fill
 
-    def stream(self, key: str, nbytes: int, write: Callable[[Writer], None]) -> None:
+    def stream_file(self, key: str, nbytes: int, write: Callable[[Writer], None]) -> None:
         made = self._create(key)
         made.begin_writeback()
         write(AtEnd(made))
         made.finish()
 
-    def free_names(self, prefix: str, suffix: str) -> Iterator[str]:
+    def generate_free_names(self, prefix: str, suffix: str) -> Iterator[str]:
         known, number = set(self._system.list(self._folder)), 0
         while True:
             if (key := f"{prefix}{number}{suffix}") not in known:
                 yield key
             number += 1
 
-    def link(self, file: LinkedFile) -> bool:
+    def link_file(self, file: LinkedFile) -> bool:
         label, system = self._label(file.key), self._system
         with (
             _base(system, file.folder) as base,
@@ -391,8 +396,8 @@ class JoinedFile(JoinedFolder):
     def _label(self, key: str) -> str:
         return self._path
 
-    def fill_part(self, file: FilePlan, part: tuple[int, int], how: Saving) -> FileSums:
-        return super().fill_part(replace(file, key=self._file), part, how)
+    def write_range_of(self, file: FilePlan, part: tuple[int, int], how: SaveContext) -> FileSums:
+        return super().write_range_of(replace(file, key=self._file), part, how)
 
 
 class JoinedStaging(Target):
@@ -402,14 +407,14 @@ class JoinedStaging(Target):
         self._path = path
         self._staging = Staging(folder, path, durable=durable, is_joined=True)
 
-    def begin(self, file: FilePlan) -> Fill:
+    def prepare_file(self, file: FilePlan) -> WriteFile:
         return partial(_staged, self._staging, file, self._path)
 
     def close(self) -> None:
         self._staging.close()
 
 
-def _staged(staging: Staging, file: FilePlan, path: str, how: Saving) -> Mapping[str, int]:
+def _staged(staging: Staging, file: FilePlan, path: str, how: SaveContext) -> Mapping[str, int]:
     crcs = staging.put(file, lambda file, sink: _fill(file, how, sink, path))
     how.crcs.update(crcs)
     return crcs
@@ -420,7 +425,7 @@ class FolderTarget(FirstTarget):
     (`Staging`), and then linked."""
 
     def __init__(
-        self, path: str, *, durable: bool, overwrite: bool, replaceable: Callable[[str], bool], resumed: SavePlan | None,
+        self, path: str, *, durable: bool, overwrite: bool, is_replaceable: Callable[[str], bool], resumed: SavePlan | None,
         parents: bool, files: Files | None,
     ) -> None:  # fmt: skip
         self.path = path
@@ -434,11 +439,11 @@ class FolderTarget(FirstTarget):
             if self._staging_path
             else None
         )
-        self.splits = self._staging is None
+        self.can_split_files = self._staging is None
         self._staged: list[str] = []
         self._published = False
         self._folder = DirectoryTransaction(
-            path, durable=durable, overwrite=overwrite, is_replaceable=replaceable, files=files
+            path, durable=durable, overwrite=overwrite, is_replaceable=is_replaceable, files=files
         )
 
     def __enter__(self) -> Self:
@@ -461,29 +466,29 @@ class FolderTarget(FirstTarget):
     def _shared_file(self, key: str) -> NewFile:
         return self._shared[key]
 
-    def share(self, file: FilePlan) -> None:
+    def create_shared_file(self, file: FilePlan) -> None:
         made = self._shared[file.key] = self._folder.create(file.key)
         made.allocate(file.nbytes)
 
-    def link(self, file: LinkedFile) -> bool:
+    def link_file(self, file: LinkedFile) -> bool:
         with _base(self._system, file.folder) as base:
             return self._folder.link_from_base(file.key, file.nbytes, base_dir_fd=base)
 
-    def begin(self, file: FilePlan) -> Fill:
+    def prepare_file(self, file: FilePlan) -> WriteFile:
         if self._staging is None:
             made = self._folder.create(file.key)
             return lambda how: _fill(file, how, made, self.path)
         self._staged.append(file.key)
         return partial(_staged, self._staging, file, self.path)
 
-    def adopt(self, key: str, path: str) -> None:
+    def link_existing(self, key: str, path: str) -> None:
         self._folder.link_finished(key, path)
 
-    def written(self) -> Store:
+    def open_unpublished(self) -> Store:
         return LocalStore(self._folder.hidden_path, max_files=DEFAULTS.files)
 
     def publish(
-        self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()
+        self, index: Sequence[FilePlan], how: SaveContext, others: Iterable[DeliveredFile] = ()
     ) -> None:
         folder = self._folder
         if self._staging is not None:
@@ -498,7 +503,7 @@ class FolderTarget(FirstTarget):
             _fill(file, how, folder.create(file.key), self.path)
         if how.check_opens is not None:
             self.check_opens(how)
-        how.last()
+        how.before_publish()
         folder.commit(how.before_rename)
         self._published = True
 

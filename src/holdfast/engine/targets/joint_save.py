@@ -13,10 +13,10 @@ the first rank, or the first rank sends a document to each (`Ranks.agree`):
                                that several ranks have written, and renames           ──► answer
 
 There are two kinds of saves. In `torch/ranks/saving` each rank has a state of its own
-(`save_sharded`). In `engine/targets/parts` all ranks have the same plan (`convert`, `cp` and the
+(`save_sharded`). In `engine/targets/plan_save` all ranks have the same plan (`convert`, `cp` and the
 other verbs with `group=`). They differ in the content of the documents:
 
-    document   torch/ranks/saving                       engine/targets/parts
+    document   torch/ranks/saving                       engine/targets/plan_save
     proposal   names, dtypes, shapes and boxes          a hash of the plan
     task       the hidden target; the boxes to write    the hidden target; how files are cut
     receipt    files and the places of boxes in them    checksums

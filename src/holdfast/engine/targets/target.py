@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from msgspec import field
 
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from holdfast.engine.targets.bucket import BucketNames
 
 
-class Saving(Value, frozen=True, kw_only=True):
+class SaveContext(Value, frozen=True, kw_only=True):
     crcs: dict[str, int] = field(
         default_factory=dict
     )  # Of all data that was written before, by label. Each file adds its own.
     threads: int | None = None
-    block: int | None = None
+    block_nbytes: int | None = None
     progress: Progress | None = None
     read_back: bool = False
     check_opens: Callable[[Store], None] | None = None
     """Opens what was written before it is published; its errors keep what was there. None if the
     save is not checked."""
-    last: Callable[[], None] = lambda: (
+    before_publish: Callable[[], None] = lambda: (
         None
     )  # Asked when everything is written: what it raises keeps what was there.
     before_rename: Callable[[], None] = lambda: None
@@ -50,16 +50,18 @@ class Saving(Value, frozen=True, kw_only=True):
     attributes: Mapping[str, str] | None = None  # What the object of the index says of itself.
 
 
-Fill = Callable[[Saving], Mapping[str, int]]
+WriteFile = Callable[[SaveContext], Mapping[str, int]]
 """Writes a file that has its place, now or when it is published; the CRC-32 of each piece of data by its label, if now."""
 
-Delivered = tuple[
-    str, int, bool
-]  # A file that another part has written: key, length, and whether it is one of the base.
+
+class DeliveredFile(NamedTuple):
+    key: str
+    nbytes: int
+    is_linked: bool
 
 
-def nothing_yet(how: Saving) -> Mapping[str, int]:
-    """The `Fill` of a file that is written when it is published."""
+def write_later(how: SaveContext) -> Mapping[str, int]:
+    """The `WriteFile` of a file that is written when it is published."""
     return {}
 
 
@@ -67,63 +69,63 @@ class Target:
     """Where a save goes, as one part sees it. A context manager: the block opens it, and what was not published when it ends is
     given up."""
 
-    save = ""  # What the names of data files carry: the id of the save; nothing where the whole is published by a rename.
-    splits = False  # Whether several parts may write one file, each some of its bytes.
+    save_id = ""  # What the names of data files carry: the id of the save; nothing where the whole is published by a rename.
+    can_split_files = False  # Whether several parts may write one file, each some of its bytes.
 
     @property
     def join_name(self) -> str:
         """The name by which other parts find the target (`join_target`)."""
-        return self.save
+        return self.save_id
 
-    def link(self, file: LinkedFile) -> bool:
+    def link_file(self, file: LinkedFile) -> bool:
         """Take over a file of the base, now or when it is published; whether by a second name, or where it is, and not by a
         copy."""
         return True
 
-    def begin(self, file: FilePlan) -> Fill:
+    def prepare_file(self, file: FilePlan) -> WriteFile:
         """Give a file its place, now or when it is published."""
-        return nothing_yet
+        return write_later
 
-    def keeps(self, file: FilePlan) -> bool:
+    def needs_first_rank(self, file: FilePlan) -> bool:
         """Whether the part that publishes writes this file itself, be there others or not."""
         return False
 
-    def share(self, file: FilePlan) -> None:
+    def create_shared_file(self, file: FilePlan) -> None:
         """On the first part: make a file that several parts write."""
         raise NotImplementedError
 
-    def fill_part(self, file: FilePlan, part: tuple[int, int], how: Saving) -> FileSums:
+    def write_range_of(self, file: FilePlan, part: tuple[int, int], how: SaveContext) -> FileSums:
         """Write the blocks of a shared file that begin in this range of its bytes."""
         raise NotImplementedError
 
-    def finish_shared(self, file: FilePlan, written: FileSums, how: Saving) -> None:
+    def finish_shared_file(self, file: FilePlan, written: FileSums, how: SaveContext) -> None:
         """On the first part: write what depends on checksums, when `written` has what all parts wrote."""
         raise NotImplementedError
 
-    def stream(self, key: str, nbytes: int, write: Callable[[Writer], None]) -> None:
+    def stream_file(self, key: str, nbytes: int, write: Callable[[Writer], None]) -> None:
         """Make a file of about so many bytes, which `write` gives from front to back."""
         raise NotImplementedError
 
-    def free_names(self, prefix: str, suffix: str) -> Iterator[str]:
+    def generate_free_names(self, prefix: str, suffix: str) -> Iterator[str]:
         """Names that no file of the save has."""
         raise NotImplementedError
 
-    def adopt(self, key: str, path: str) -> None:
+    def link_existing(self, key: str, path: str) -> None:
         """Give a file that was there before, at this path, a second name in the target."""
         raise NotImplementedError
 
-    def written(self) -> Store:
+    def open_unpublished(self) -> Store:
         """Return a store over everything that was written and is not published yet."""
         raise NotImplementedError
 
-    def check_opens(self, how: Saving) -> None:
+    def check_opens(self, how: SaveContext) -> None:
         """On the first part: have what was written opened, if the save is checked."""
         if how.check_opens is not None:
-            with closing(self.written()) as store:
+            with closing(self.open_unpublished()) as store:
                 how.check_opens(store)
 
     def publish(
-        self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()
+        self, index: Sequence[FilePlan], how: SaveContext, others: Iterable[DeliveredFile] = ()
     ) -> None:
         """Make a checkpoint of what this part has, and of what `others` delivered. The last of the index files makes it one."""
         raise NotImplementedError
@@ -150,10 +152,10 @@ class Target:
         self.give_up()
 
 
-def target_of(
-    path: str, plan: SavePlan, *, overwrite: bool, durable: bool, names: Callable[[], BucketNames],
-    replaceable: Callable[[str], bool], save: str = "", parts: int | None = None, resume: bool = False,
-    parents: bool = False, files: Files | None = None, several: bool = False,
+def make_target(
+    path: str, plan: SavePlan, *, overwrite: bool, durable: bool, bucket_names: Callable[[], BucketNames],
+    is_replaceable: Callable[[str], bool], save_id: str = "", upload_parts: int | None = None, resume: bool = False,
+    makes_parents: bool = False, files: Files | None = None, has_other_ranks: bool = False,
 ) -> Target:  # fmt: skip
     """Return the target of a save to a path or a URL, for the part that publishes it. A `with` block opens it.
 
@@ -165,7 +167,7 @@ def target_of(
         overwrite: Whether what is there may be replaced.
         durable: Whether to wait for the disk.
         names: In a bucket: what the names there mean.
-        replaceable: On a disk: whether the file of a name in a folder may be removed.
+        is_replaceable: On a disk: whether the file of a name in a folder may be removed.
         save: In a bucket: the id of a save of several parts.
         parts: In a bucket: how many parts of an upload are under way at once.
         resume: Whether finished files of an earlier try are taken over.
@@ -181,18 +183,23 @@ def target_of(
         )  # for those who have a bucket
 
         if not plan.directory:
-            return ObjectTarget(path, overwrite=overwrite, parts=parts)
+            return ObjectTarget(path, overwrite=overwrite, parts=upload_parts)
         if plan.is_copy:
             return CopyTarget(
-                path, plan, overwrite=overwrite, names=names(), parts=parts, several=several
+                path,
+                plan,
+                overwrite=overwrite,
+                names=bucket_names(),
+                parts=upload_parts,
+                several=has_other_ranks,
             )
         return PrefixTarget(
             path,
-            save,
+            save_id,
             (*plan.files, *plan.index)[-1].key,
             overwrite=overwrite,
-            names=names(),
-            parts=parts,
+            names=bucket_names(),
+            parts=upload_parts,
         )
     from holdfast.engine.targets.folder import FileTarget, FolderTarget
 
@@ -203,9 +210,9 @@ def target_of(
         path,
         durable=durable,
         overwrite=overwrite,
-        replaceable=replaceable,
+        is_replaceable=is_replaceable,
         resumed=resumed,
-        parents=parents,
+        parents=makes_parents,
         files=files,
     )
 
@@ -213,7 +220,7 @@ def target_of(
 def join_target(
     name: str, path: str, *, durable: bool, plan: SavePlan | None = None, resume: bool = False
 ) -> Target:
-    """On another part: the target that the first one has opened, by its `join_name`. `plan` and `resume` are as for `target_of`.
+    """On another part: the target that the first one has opened, by its `join_name`. `plan` and `resume` are as for `make_target`.
     Without a plan it is a folder, or a prefix, whose files are made up on the way."""
     if is_parsed_url(path):
         from holdfast.engine.targets.bucket import JoinedCopy, JoinedPrefix

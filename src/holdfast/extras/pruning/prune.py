@@ -34,7 +34,7 @@ from holdfast.core.value import replace
 from holdfast.engine.saves import SavePlan
 from holdfast.engine.scan import scan
 from holdfast.engine.table import make_lazy_table
-from holdfast.engine.targets.parts import Findings
+from holdfast.engine.targets.plan_save import Findings
 from holdfast.errors import CannotHold
 from holdfast.extras.pruning.masked import Loss, Masked, TallyPart, Weighed
 from holdfast.extras.pruning.masks import (
@@ -238,10 +238,10 @@ class TallyFindings(Findings):
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._jobs = jobs
 
-    def take(self) -> bytes:
+    def encode(self) -> bytes:
         return write_document(TALLIES, [job.tally.parts() for job in self._jobs])
 
-    def put(self, found: Sequence[bytes]) -> None:
+    def merge(self, found: Sequence[bytes]) -> None:
         for job, *parts in zip(
             self._jobs, *(read_document(TALLIES, one) for one in found), strict=True
         ):
@@ -327,7 +327,7 @@ class Pruning:
             if ranks.size > 1:
                 # Tell all ranks what each of them has measured.
                 findings = TallyFindings(self._jobs)
-                findings.put(exchange(ranks, findings.take(), common=b""))
+                findings.merge(exchange(ranks, findings.encode(), common=b""))
 
     def report(self, report: Pruned, workers: int, progress: Progress | None) -> Pruned:
         """The report with the losses; after `measure`. Reads tensors that were not read as a whole while they were written."""

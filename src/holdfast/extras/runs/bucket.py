@@ -49,7 +49,7 @@ from holdfast.core.documents import FAILURES, DocumentType, write_document
 from holdfast.core.keys import DATA_KEY, parse_sibling_key
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value, replace
-from holdfast.engine.targets.bucket_claims import release
+from holdfast.engine.targets.bucket_claims import release_objects
 from holdfast.engine.threads import run_all
 from holdfast.errors import (
     HeaderError,
@@ -362,7 +362,7 @@ class RunBucket(RunPlace):
             if "/" not in name or parse_sibling_key(name)
         )
         try:
-            left = release(self.path, list(keys), self._references.named).used
+            left = release_objects(self.path, list(keys), self._references.named).in_use
         except HoldfastError as error:
             numbers = ", ".join(str(step.step) for step in steps)
             return [

@@ -26,8 +26,13 @@ from holdfast.core.keys import DATA_KEY
 from holdfast.core.options import validate_arguments
 from holdfast.core.quantities import parse_seconds
 from holdfast.core.value import Value
-from holdfast.engine.targets.bucket_claims import CLAIMS, LIFE_S, Released, release
-from holdfast.engine.targets.bucket_commit import save_id
+from holdfast.engine.targets.bucket_claims import (
+    CLAIM_LIFE_S,
+    CLAIMS_FOLDER,
+    ReleasedObjects,
+    release_objects,
+)
+from holdfast.engine.targets.bucket_commit import make_save_id
 from holdfast.errors import BadArgument, NotCommitted, StoreError
 from holdfast.stores.files import is_temporary
 from holdfast.stores.paths import place_of
@@ -91,9 +96,9 @@ def sweep(
     dead: list[str] = []
     for folder, name, one in found:
         is_ours = PROBE.fullmatch(name) is not None or is_temporary(name)
-        if folder == CLAIMS or ("/" not in name and is_ours):
+        if folder == CLAIMS_FOLDER or ("/" not in name and is_ours):
             traces.append(one.key)
-            life = timedelta(seconds=2 * LIFE_S if CLAIMS in one.key else 0)
+            life = timedelta(seconds=2 * CLAIM_LIFE_S if CLAIMS_FOLDER in one.key else 0)
             if one.modified_at <= min(before, now - life):
                 dead.append(one.key)
     young, notes = len(traces) - len(dead), list[str]()
@@ -104,16 +109,16 @@ def sweep(
             left = set(keys) - (references.named(keys) if keys else set())
             old = [key for key in keys if key in left and objects[key].modified_at <= before]
             young += len(left) - len(old)
-            released = Released(old)
+            released = ReleasedObjects(old)
             if not dry_run:
-                released = release(references.parent, old, references.named)
-            dead += released.gone
+                released = release_objects(references.parent, old, references.named)
+            dead += released.deleted
             notes += [
                 f"{folder or references.parent}: its manifest cannot be understood, so nothing beside it goes: {why}"
                 for folder, why in references.notes.items()
             ]
-            if released.used:
-                notes.append(f"a save uses {len(released.used):,} objects; sweep again later")
+            if released.in_use:
+                notes.append(f"a save uses {len(released.in_use):,} objects; sweep again later")
     except StoreError as error:
         raise NotCommitted(
             f"not all was deleted: {error.message}; sweep again", file=url, errno=error.errno
@@ -124,7 +129,7 @@ def sweep(
 
 def _now(bucket: Bucket, url: Url, seen: Iterable[RemoteObject], *, dry_run: bool) -> datetime:
     """The time, by the store's clock. Who may not write there gets that of the newest object, which is earlier."""
-    probe = "/".join(part for part in (url.key, f"sweep.holdfast-probe-{save_id()}") if part)
+    probe = "/".join(part for part in (url.key, f"sweep.holdfast-probe-{make_save_id()}") if part)
     try:
         bucket.put(probe, b"")
         try:

@@ -37,7 +37,7 @@ from holdfast.engine.commit.transactions import FileTransaction
 from holdfast.engine.saves import FilePlan, Literal
 from holdfast.engine.stream import Writer as Output
 from holdfast.engine.stream import write_all, write_stream
-from holdfast.engine.targets.target import Saving, Target, join_target
+from holdfast.engine.targets.target import DeliveredFile, SaveContext, Target, join_target
 from holdfast.engine.threads import DEFAULT_THREADS
 from holdfast.engine.write import write_file
 from holdfast.errors import NotCommitted, Unsupported
@@ -150,7 +150,7 @@ class Writer(CheckpointPlace, StorageWriter):
             replaceable=lambda name: name in kept or (self.overwrite and is_part(name)),
         )
         for name in sorted(kept):
-            target.adopt(name, os.path.join(os.path.realpath(self.path), name))
+            target.link_existing(name, os.path.join(os.path.realpath(self.path), name))
         return [
             replace(plan, storage_data=WriteTask(target.join_name, f"__{rank}_"))
             for rank, plan in enumerate(plans)
@@ -171,7 +171,9 @@ class Writer(CheckpointPlace, StorageWriter):
         into = self._part(task)
         results: list[WriteResult] = []
         try:
-            for group, key in zip(groups, into.free_names(task.prefix, ".distcp"), strict=False):
+            for group, key in zip(
+                groups, into.generate_free_names(task.prefix, ".distcp"), strict=False
+            ):
                 results += self._written(group, planner, key, into)
         except BaseException:
             if into is not self._target:
@@ -202,12 +204,12 @@ class Writer(CheckpointPlace, StorageWriter):
                 "`finish` comes behind `prepare_global_plan`, on the same rank", file=self.path
             )
         index = [FilePlan(METADATA, (Literal(content),))]
-        if not target.save:
+        if not target.save_id:
             index.append(FilePlan(BESIDE, (Literal(checksum_file(content)),)))
         target.publish(
             index,
-            Saving(),
-            [(key, nbytes, False) for key, nbytes in sorted(sizes.items())],
+            SaveContext(),
+            [DeliveredFile(key, nbytes, is_linked=False) for key, nbytes in sorted(sizes.items())],
         )
         self.close()
 
@@ -263,14 +265,14 @@ class Writer(CheckpointPlace, StorageWriter):
     ) -> list[WriteResult]:
         file, laid = _lay_out(key, items, planner)
         if not self._extensions:
-            into.begin(file)(Saving(threads=self._threads))
+            into.prepare_file(file)(SaveContext(threads=self._threads))
             starts = accumulate((nbytes for _, nbytes in laid), initial=0)
             return [
                 WriteResult(one.index, n, _StorageInfo(key, at, n))
                 for (one, n), at in zip(laid, starts, strict=False)
             ]
         results: list[WriteResult] = []
-        into.stream(
+        into.stream_file(
             key,
             file.nbytes,
             lambda out: results.extend(self._transformed(items, planner, key, out)),

@@ -426,8 +426,8 @@ class ShardedSave(JointSave):
         table = output.boxes.table
         output_nbytes = int(table.row_nbytes(range(len(table.names))).sum())
         file_count = max(1, min(threads // threads_a_file, output_nbytes // FILE_NBYTES))
-        shares = spread(output, 1 if target.save else file_count)
-        files = self.format.sharded.files(output, shares, target.save)
+        shares = spread(output, 1 if target.save_id else file_count)
+        files = self.format.sharded.files(output, shares, target.save_id)
         self._receipts = write_files(
             files, target, threads=threads, progress=request.progress, block=block_nbytes, reuse=output.reuse
         )  # fmt: skip

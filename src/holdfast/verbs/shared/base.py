@@ -198,7 +198,9 @@ def _open_sibling(url: Url, target: Url, limits: Limits) -> Base:
     No store stays open: objects of these names have one content, or are gone. `engine/targets/bucket_claims` sees to it that they
     are still there when the new checkpoint is published, and stay.
     """
-    from holdfast.engine.targets.bucket_claims import claims_below  # for those who have a bucket
+    from holdfast.engine.targets.bucket_claims import (
+        list_claimed_folders,  # for those who have a bucket
+    )
     from holdfast.stores.remote.store import RemoteStore
 
     parent, own = target.parent, target.key.rpartition("/")[2]
@@ -226,7 +228,7 @@ def _open_sibling(url: Url, target: Url, limits: Limits) -> Base:
         }
         if not all(DATA_KEY.fullmatch(name) for _, name in places.values()):
             raise Unsupported("its data has names that other checkpoints may write, too")
-        if claims_below(parent, "deletes").intersection(one for one, _ in places.values()):
+        if list_claimed_folders(parent, "deletes").intersection(one for one, _ in places.values()):
             raise Unsupported("data that it names is being deleted, or was when a process died")
         starts = [bytearray(PREFIX_NBYTES) for _ in manifest.files]
         asked = zip(manifest.files, starts, strict=True)

@@ -32,8 +32,8 @@ from holdfast.core.value import Value, replace
 from holdfast.engine.commit.target import check_replaceable, open_target
 from holdfast.engine.commit.temporaries import wait_for_room
 from holdfast.engine.saves import LinkedFile, SavePlan, remove_hashes
-from holdfast.engine.targets.parts import Findings, PlanSave
-from holdfast.engine.targets.target import Saving, Target, join_target, target_of
+from holdfast.engine.targets.plan_save import Findings, PlanSave
+from holdfast.engine.targets.target import SaveContext, Target, join_target, make_target
 from holdfast.engine.threads import (
     BASE_NBYTES,
     MemoryBudget,
@@ -584,22 +584,22 @@ def write_plan(
         overwrite = bool(writing.overwrite)
     written_names = cache(lambda: {key for key, _ in plan.file_sizes})
     target_at = partial(
-        target_of, path, plan, overwrite=overwrite, durable=writing.durable, names=_bucket_names,
-        replaceable=lambda name: name in written_names() or is_replaceable(name), resume=writing.resume, files=files,
-        save=writing.save, parts=parts, several=ranks.size > 1,
+        make_target, path, plan, overwrite=overwrite, durable=writing.durable, bucket_names=_bucket_names,
+        is_replaceable=lambda name: name in written_names() or is_replaceable(name), resume=writing.resume, files=files,
+        save_id=writing.save, upload_parts=parts, has_other_ranks=ranks.size > 1,
     )  # fmt: skip
 
     def link_files(target: Target) -> None:
         for linked in plan.linked:
-            if not target.link(linked) and copied is not None:
+            if not target.link_file(linked) and copied is not None:
                 copied(linked)
 
     # A copy has the files of a checkpoint that was opened.
     is_checked = (writing.read_back or ranks.size > 1) and not plan.is_copy
-    saving = Saving(
+    saving = SaveContext(
         check_opens=partial(check_plan_opens, plan, path) if is_checked else None,
-        threads=threads, block=block, progress=progress, read_back=writing.read_back,
-        last=before_commit or (lambda: None), before_rename=before_rename or (lambda: None), attributes=plan.attributes,
+        threads=threads, block_nbytes=block, progress=progress, read_back=writing.read_back,
+        before_publish=before_commit or (lambda: None), before_rename=before_rename or (lambda: None), attributes=plan.attributes,
     )  # fmt: skip
     if ranks.size > 1:
         join = partial(
@@ -615,6 +615,6 @@ def write_plan(
             if plan.linked:
                 link_files(target)
             for file in plan.files:
-                target.begin(file)(saving)
+                target.prepare_file(file)(saving)
             target.publish(plan.index, saving)
     return remove_hashes(saving.crcs)

@@ -187,10 +187,10 @@ def replaced_at(url: Url, there: Collection[str]) -> ReplacedObjects:
 
 
 NAMES = BucketNames(
-    counts=is_checkpoint,
-    late=lambda name: not SAVED.search(name),
-    weights=is_replaceable,
-    replaced=replaced_at,
-    stale=(BESIDE,),
+    is_checkpoint=is_checkpoint,
+    is_written_late=lambda name: not SAVED.search(name),
+    is_weights=is_replaceable,
+    find_replaced=replaced_at,
+    stale_names=(BESIDE,),
 )
 """The rules about names for a save by one process (`engine/targets/bucket`)."""

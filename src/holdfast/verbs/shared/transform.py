@@ -69,7 +69,7 @@ from holdfast.engine.computed import (
     ElementwiseComputation,
     dequantize,
 )
-from holdfast.engine.targets.parts import Findings
+from holdfast.engine.targets.plan_save import Findings
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.numeric.cast import OUTCOMES, cast, count_losses_by_part, largest_number
 from holdfast.verbs.brief import root_global
@@ -128,12 +128,12 @@ class LossFindings(Findings):
     def __init__(self, losses: dict[DType, Losses]) -> None:
         self._losses = losses
 
-    def take(self) -> bytes:
+    def encode(self) -> bytes:
         return write_document(
             LOST, {dtype.name: (one.elements, one.counts) for dtype, one in self._losses.items()}
         )
 
-    def put(self, found: Sequence[bytes]) -> None:
+    def merge(self, found: Sequence[bytes]) -> None:
         every = [read_document(LOST, one) for one in found]
         for dtype, own in self._losses.items():
             parts = [part[dtype.name] for part in every if dtype.name in part]

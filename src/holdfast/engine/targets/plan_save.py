@@ -26,7 +26,7 @@ from holdfast.core.group import Ranks, assign_evenly, check_same_checkpoint
 from holdfast.core.value import Value, replace
 from holdfast.engine.saves import Data, FilePlan, Gathered, SavePlan
 from holdfast.engine.targets.joint_save import JointSave
-from holdfast.engine.targets.target import Delivered, Saving, Target
+from holdfast.engine.targets.target import DeliveredFile, SaveContext, Target
 from holdfast.engine.write import BLOCK_NBYTES, FileSums, RankSums
 
 CUT_NBYTES = 32 << 20
@@ -112,7 +112,7 @@ def _is_hashed(file: FilePlan) -> bool:
     return False
 
 
-def hash_layout(plan: SavePlan) -> bytes:
+def hash_plan(plan: SavePlan) -> bytes:
     """Hash the layout of a plan. Ranks with the same hash cut the same files at the same places."""
     head = repr((plan.format, plan.file_sizes)).encode("utf-8", "surrogatepass")
     layout_hash = blake2b(head, digest_size=16)
@@ -136,7 +136,7 @@ class PartWork(msgspec.Struct):
     block_nbytes: int
 
 
-class PartReceipt(msgspec.Struct):
+class RankReceipt(msgspec.Struct):
     """The checksums of what a rank has written, by the positions of files in the plan."""
 
     whole: dict[int, RankSums]
@@ -146,7 +146,7 @@ class PartReceipt(msgspec.Struct):
 
 
 WORK = message_type("division of a plan", PartWork)
-RECEIPT = message_type("receipt of a part", PartReceipt)
+RECEIPT = message_type("receipt of a part", RankReceipt)
 FOUND = message_type("list of findings", list[bytes])
 
 
@@ -156,11 +156,11 @@ class Findings:
     This one finds nothing.
     """
 
-    def take(self) -> bytes:
+    def encode(self) -> bytes:
         """Return what this rank has found."""
         return b""
 
-    def put(self, found: Sequence[bytes]) -> None:
+    def merge(self, found: Sequence[bytes]) -> None:
         """Replace what this rank has found by what all ranks have found."""
 
 
@@ -171,7 +171,7 @@ class PlanSave(JointSave):
         self,
         plan: SavePlan,
         ranks: Ranks,
-        saving: Saving,
+        saving: SaveContext,
         *,
         open_target: Callable[[], Target],
         link_files: Callable[[Target], None],
@@ -208,13 +208,13 @@ class PlanSave(JointSave):
         """Write the plan with all ranks and publish it, or raise on every rank."""
         with ExitStack() as stack:
             stack.push(self.close)
-            work = self.assign_work(hash_layout(self._plan) + self._hash_source())
+            work = self.assign_work(hash_plan(self._plan) + self._hash_source())
             self._work = read_document(WORK, work)
             # Ranks on machines with other numbers of cores would cut blocks at other places.
-            self._saving = replace(self._saving, block=self._work.block_nbytes)
+            self._saving = replace(self._saving, block_nbytes=self._work.block_nbytes)
             answer = self.write_and_publish(self._write_part)
             findings = read_document(FOUND, answer)
-            self._findings.put(findings)
+            self._findings.merge(findings)
 
     def divide_work(self, proposals: list[bytes]) -> list[bytes]:
         """Take over files of the base, and make the files that several ranks write."""
@@ -223,11 +223,11 @@ class PlanSave(JointSave):
         self._link(target)
         rank_count = self.ranks.size
         files = self._plan.files
-        kept = [index for index, file in enumerate(files) if target.keeps(file)]
-        shares = divide_files(files, rank_count, can_cut=target.splits, kept=kept)
+        kept = [index for index, file in enumerate(files) if target.needs_first_rank(file)]
+        shares = divide_files(files, rank_count, can_cut=target.can_split_files, kept=kept)
         for index in _find_shared(shares):
-            target.share(files[index])
-        work = PartWork(target.splits, kept, self._saving.block or BLOCK_NBYTES)
+            target.create_shared_file(files[index])
+        work = PartWork(target.can_split_files, kept, self._saving.block_nbytes or BLOCK_NBYTES)
         return [write_document(WORK, work)] * rank_count
 
     def join_target(self, name: str) -> Target:
@@ -237,16 +237,16 @@ class PlanSave(JointSave):
         """Write the part of this rank. The first rank keeps its checksums and sends none."""
         ranks, work = self.ranks, self._work
         shares = divide_files(self._plan.files, ranks.size, can_cut=work.can_cut, kept=work.kept)
-        receipt = PartReceipt(whole={}, parts={}, findings=b"")
+        receipt = RankReceipt(whole={}, parts={}, findings=b"")
         for part in shares[ranks.rank]:
             index, file = part.file_index, self._plan.files[part.file_index]
             if part.stop - part.start == file.nbytes:
-                crcs = target.begin(file)(self._saving)
+                crcs = target.prepare_file(file)(self._saving)
                 if not ranks.is_first:
                     receipt.whole[index] = RankSums.from_crcs(file, crcs)
                 continue
 
-            written = target.fill_part(file, (part.start, part.stop), self._saving)
+            written = target.write_range_of(file, (part.start, part.stop), self._saving)
             if ranks.is_first:
                 self._written[index] = written
             else:
@@ -254,8 +254,8 @@ class PlanSave(JointSave):
 
         if ranks.is_first:
             return b""
-        receipt.findings = self._findings.take()
-        self._saving.last()
+        receipt.findings = self._findings.encode()
+        self._saving.before_publish()
         return write_document(RECEIPT, receipt)
 
     def publish(self, receipts: list[bytes]) -> list[bytes]:
@@ -265,16 +265,18 @@ class PlanSave(JointSave):
         others = [read_document(RECEIPT, receipt) for receipt in receipts[1:]]
         self._finish_shared(target, others)
 
-        delivered: list[Delivered] = []
+        delivered: list[DeliveredFile] = []
         for receipt in others:
             for index, sums in receipt.whole.items():
                 self._saving.crcs.update(sums.combine_crcs(files[index]))
-                delivered.append((files[index].key, files[index].nbytes, False))
+                delivered.append(
+                    DeliveredFile(files[index].key, files[index].nbytes, is_linked=False)
+                )
         target.publish(self._plan.index, self._saving, delivered)
-        findings = [self._findings.take(), *(receipt.findings for receipt in others)]
+        findings = [self._findings.encode(), *(receipt.findings for receipt in others)]
         return [write_document(FOUND, findings)] * self.ranks.size
 
-    def _finish_shared(self, target: Target, receipts: Sequence[PartReceipt]) -> None:
+    def _finish_shared(self, target: Target, receipts: Sequence[RankReceipt]) -> None:
         """Write what depends on the checksums of files that several ranks wrote."""
         sums_of_file: dict[int, list[RankSums]] = {index: [] for index in self._written}
         for receipt in receipts:
@@ -286,7 +288,7 @@ class PlanSave(JointSave):
             written = self._written.get(index) or FileSums()
             for sums in sums_of_file[index]:
                 sums.add_to(file, written)
-            target.finish_shared(file, written, self._saving)
+            target.finish_shared_file(file, written, self._saving)
 
 
 def _find_shared(shares: Iterable[Sequence[FilePart]]) -> list[int]:
