@@ -793,6 +793,7 @@ class DoesNotFit(HoldfastError, RuntimeError):
         problems: Sequence[str] = (),
         file: str | None = None,
     ) -> None:
+        """Make an error whose message is a summary and a list of problems."""
         self.summary = message
         self.shown_problems = _shorten_problems(problems)
         super().__init__(_join_problems(message, self.shown_problems), file=file)

@@ -208,6 +208,7 @@ def make_rules_check(rule_type: type) -> ArgumentCheck:
     expected = "rules, which are text like 'PATTERN: METHOD'"
 
     def check_rules(value: object, name: str) -> tuple[object, ...]:
+        """Return one rule or several rules as a tuple."""
         if isinstance(value, Mapping):
             return tuple(f"{pattern}: {method}" for pattern, method in value.items())
         if isinstance(value, str | rule_type):

@@ -745,10 +745,16 @@ def validate_arguments(**checks: ArgumentCheck) -> Callable[[Callable[P, R]], Ca
 
 
 def validate_arguments(verb: Callable[P, R] | None = None, /, **checks: ArgumentCheck) -> object:
-    """Decorate a verb so that it receives only arguments that were checked.
+    """Decorate a verb, such as `convert`, so that it receives only arguments that were checked.
 
-    The check of a parameter is found by its name, in `checks` first. An unknown keyword raises a
-    `TypeError` that suggests the most similar name.
+    Args:
+        verb: The function. Without it, the call returns the decorator.
+        checks: Checks for some of its parameters. The checks of the others are found by their
+            names.
+
+    Returns:
+        The decorated verb. It raises `BadArgument` for an argument that is not allowed. For an
+        unknown keyword, it raises a `TypeError` that suggests the most similar name.
     """
     if verb is None:
         return lambda decorated_verb: _validate(decorated_verb, checks)
@@ -766,7 +772,11 @@ class _ParameterRule(NamedTuple):
 
 
 def _validate(verb: Callable[P, R], checks: Mapping[str, ArgumentCheck]) -> Callable[P, R]:
-    """Return a function with the signature and the help of a verb that checks its arguments."""
+    """Return a function that checks the arguments of a verb, and then calls the verb.
+
+    The function has the signature and the help of the verb, and lists its options in both. What does
+    not depend on the arguments is computed once, when the verb is defined.
+    """
     signature = inspect.signature(verb)
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     positional_names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -780,6 +790,7 @@ def _validate(verb: Callable[P, R], checks: Mapping[str, ArgumentCheck]) -> Call
 
     @functools.wraps(verb)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        """Check the arguments, and call the verb with them and with defaults for other options."""
         checked_values = []
         for name, value in (*zip(positional_names, args, strict=False), *kwargs.items()):
             if name not in rules:

@@ -165,6 +165,7 @@ def make_renamer(renames: Renames) -> Callable[[str], str]:
     rules = [_RenameRule(compile_glob(old), _split_new_name(new)) for old, new in renames]
 
     def rename(name: str) -> str:
+        """Return the new name by the first rename that matches, or the name itself."""
         for rule in rules:
             star_count = len(rule.new_texts) - 1
             star_texts = rule.old.match_stars(name)
