@@ -247,7 +247,11 @@ class Leaves:
             for key, item in inside:
                 kind = type(item)
                 if kind in kinds:
-                    name = f"{prefix}{key!s}"
+                    if prefix == "" and type(key) is str:
+                        # The key itself, since a copy for each of a million tensors takes 80 MB.
+                        name = key
+                    else:
+                        name = f"{prefix}{key!s}"
                     characters += len(name)
                     names += (name,)
                     values += (item,)

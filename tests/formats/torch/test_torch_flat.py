@@ -53,22 +53,23 @@ one = torch.ones(2)
 def test_what_is_more_than_that_keeps_its_tree(tmp_path, state):
     with kept(tmp_path, state) as found:
         assert not found.is_flat
-        assert found.without_lazy_tensors() is found
+        tree = found.tree
+        found.drop_lazy_tensors()
+        assert found.tree is tree
 
 
 def test_a_flat_checkpoint_lets_go_of_its_tensors(tmp_path):
     found = kept(tmp_path, {f"layers.{at}.w": torch.full((4,), at) for at in range(10)})
 
     table = weakref.ref(found.stored)
-    columns = found.without_lazy_tensors()
-    del found
+    found.drop_lazy_tensors()
     gc.collect()
     assert table() is None
-    assert {name: array.tolist() for name, array in columns.read().items()} == {
+    assert {name: array.tolist() for name, array in found.read().items()} == {
         f"layers.{at}.w": [at] * 4 for at in range(10)
     }
-    assert columns.is_flat
-    columns.close()
+    assert found.is_flat
+    found.close()
 
 
 def test_two_names_of_one_tensor_stay_one_when_converted(tmp_path):

@@ -358,9 +358,9 @@ def rewritten(
         if asked.get("group") is not None:
             ranks, common = begin_ranks(asked, dst, stack)
         # Blocks are read by the threads that write them.
-        source = stack.enter_context(
-            opened(src, threads=1, limits=limits, map=asked.get("map"))
-        ).without_lazy_tensors()
+        source = stack.enter_context(opened(src, threads=1, limits=limits, map=asked.get("map")))
+        if not isinstance(src, Checkpoint):
+            source.drop_lazy_tensors()
         writing = pick_fields(
             Writing, {**asked, **common}, requests=source.source.store.read_profile.request_count
         )
@@ -573,10 +573,11 @@ def write_plan(
     is replaced: their errors keep everything as it was. `copied` is called with each file that
     cannot be linked.
     """
+    is_url = is_parsed_url(path)
     threads, block, parts = writing.threads, None, None
     if (within := writing.budget if writing.max_memory is not None else None) is not None:
         threads, block = within.threads, within.block_nbytes
-        parts = writing.parts if is_parsed_url(path) else None
+        parts = writing.parts if is_url else None
     if threads is None and writing.processes > 1:
         threads = default_threads(writing.processes)
     overwrite = writing.overwrite is not False
@@ -616,5 +617,8 @@ def write_plan(
                 link_files(target)
             for file in plan.files:
                 target.prepare_file(file)(saving)
+                if not is_url:
+                    # A file in a bucket may be uploaded only when it is published.
+                    file.forget_segments()
             target.publish(plan.index, saving)
     return remove_hashes(saving.crcs)
