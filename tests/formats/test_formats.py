@@ -29,7 +29,7 @@ from holdfast.errors import (
     Unsupported,
 )
 from holdfast.formats import FORMATS, Format, format_of, rank_formats, titles, written_formats
-from holdfast.stores.remote.url import url_of
+from holdfast.stores.remote.url import parse_url
 from holdfast.verbs.shared.formats import LAYOUT, written_suffixes
 
 STATE = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.array([7, 8], np.int64)}
@@ -246,7 +246,7 @@ def test_a_url(toy: None, name: str):
     ],
 )
 def test_a_url_is_an_objects_by_its_suffix(name: str, file: bool):
-    assert url_of(f"memory://bucket/{name}").has_suffix is file
+    assert parse_url(f"memory://bucket/{name}").has_suffix is file
 
 
 @pytest.mark.extras

@@ -189,9 +189,9 @@ def stock(
 def download(url: str, folder: str) -> None:
     """The objects below a prefix, as files."""
     from holdfast.stores.remote.client import get_bucket
-    from holdfast.stores.remote.url import url_of
+    from holdfast.stores.remote.url import parse_url
 
-    where = url_of(url)
+    where = parse_url(url)
     bucket = get_bucket(where)
     Path(folder).mkdir()
     for one in bucket.list_objects(where.key + "/", 1000):

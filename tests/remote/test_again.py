@@ -18,7 +18,7 @@ import holdfast
 from holdfast.errors import HoldfastError, NotCommitted, StoreError
 from holdfast.stores.remote import client
 from holdfast.stores.remote.client import Bucket, get_bucket
-from holdfast.stores.remote.url import url_of
+from holdfast.stores.remote.url import parse_url
 from tests.remote.servers import BUCKET, Asked, Fault, Proxy
 from tests.remote.test_commit import content, state
 from tests.remote.test_faults import check_secrets
@@ -163,7 +163,7 @@ ASKS: dict[str, tuple[Callable[[Bucket, str], object], str]] = {
 @pytest.fixture
 def bucket(proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Bucket, str]:
     monkeypatch.setattr(client, "MAX_RETRIES", 2)
-    where = url_of(url)
+    where = parse_url(url)
     found = get_bucket(where)
     for name in "abdefgh":
         found.put(f"{where.key}/{name}", bytes(range(100)))
@@ -232,7 +232,7 @@ def test_the_count_is_true_of_a_client_with_another_number_of_retries(
     monkeypatch.setattr(client, "MAX_RETRIES", 2)
     retry_config = None if max_retries is None else {"max_retries": max_retries}
     store = S3Store(BUCKET, client_options={"allow_http": True}, retry_config=retry_config)
-    own_bucket, key = Bucket(f"s3://{BUCKET}", store), url_of(url).key
+    own_bucket, key = Bucket(f"s3://{BUCKET}", store), parse_url(url).key
     own_bucket.put(key, bytes(range(100)))
 
     proxy.clear()

@@ -15,7 +15,7 @@ from holdfast.core.value import replace
 from holdfast.engine.targets.bucket_commit import ObjectSave
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted, SaveError, StoreError
 from holdfast.stores.remote.client import Bucket, ObjectContent, get_bucket
-from holdfast.stores.remote.url import url_of
+from holdfast.stores.remote.url import parse_url
 from tests.remote.killing import run_and_kill
 from tests.remote.servers import Proxy, environment, only
 from tests.sampling import count_rounds, random_for, sample
@@ -42,7 +42,7 @@ def content(url: str) -> int | None:
 
 
 def keys(url: str) -> list[str]:
-    where = url_of(url)
+    where = parse_url(url)
     return [one.key for one in get_bucket(where).list_objects(where.key + "/", 1000)]
 
 
@@ -180,7 +180,7 @@ def test_a_single_object_never_takes_the_place_of_another(
     monkeypatch.setattr(ObjectSave, "AT_ONCE", 1 << 10 if long else LONG)
     for name, value in environment(either).items():
         monkeypatch.setenv(name, value)
-    where, other = url_of(url + ".safetensors"), url + "-other.safetensors"
+    where, other = parse_url(url + ".safetensors"), url + "-other.safetensors"
     holdfast.save(state(2), other)
     begin = ObjectSave.begin
 
@@ -207,7 +207,7 @@ def test_a_single_object_never_takes_the_place_of_another(
 def test_a_claim_that_a_dead_saver_left(proxy: Proxy, url: str, short_puts: None):
     """It is told what to do; who may replace what is there needs no claim; and readers do not see it."""
     holdfast.save(state(0), url + ".safetensors")
-    where = url_of(url + "-new.safetensors")
+    where = parse_url(url + "-new.safetensors")
     claim = where.sibling(".step-1-new.safetensors.0000000000000000.tmp")
     get_bucket(where).put(claim.key, b"somebody's")
     with pytest.raises(NotCommitted, match=r"cut off while it was; pass overwrite=True"):
@@ -280,10 +280,10 @@ def test_a_store_without_conditions_is_found_out(
     monkeypatch.setattr(
         "holdfast.stores.remote.client.Bucket.put", lambda self, *args, **more: "etag"
     )
-    get_bucket(url_of(url)).supports_conditions = None
+    get_bucket(parse_url(url)).supports_conditions = None
     with pytest.raises(NotCommitted, match="takes no notice of conditions"):
         holdfast.save(state(0), url)
-    get_bucket(url_of(url)).supports_conditions = None
+    get_bucket(parse_url(url)).supports_conditions = None
 
 
 def test_both_servers_keep_conditions(either: int, url: str, monkeypatch: pytest.MonkeyPatch):

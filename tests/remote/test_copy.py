@@ -13,7 +13,7 @@ import holdfast
 from holdfast.cli.main import main
 from holdfast.errors import Corrupted, DurabilityUncertain, HoldfastError, NotCommitted
 from holdfast.stores.remote.client import get_bucket
-from holdfast.stores.remote.url import url_of
+from holdfast.stores.remote.url import parse_url
 from tests.remote.servers import Asked, Fault, Proxy
 from tests.remote.test_verbs import STATE, names, same
 from tests.support import flip_bit
@@ -30,7 +30,7 @@ def content(place: str) -> dict[str, bytes]:
             if path.is_dir()
             else {"": path.read_bytes()}
         )
-    where = url_of(place)
+    where = parse_url(place)
     bucket = get_bucket(where)
     keys = {
         one.key.removeprefix(f"{where.key}/"): one.key
@@ -100,8 +100,8 @@ def test_a_copy_that_is_cut_off_publishes_nothing_and_another_is_told(
     made: Path, proxy: Proxy, url: str
 ):
     holdfast.save(STATE, f"{url}-source")
-    bucket = get_bucket(url_of(url))
-    bucket.put(f"{url_of(url).key}/.copy.0000000000000000.tmp", b"of another")
+    bucket = get_bucket(parse_url(url))
+    bucket.put(f"{parse_url(url).key}/.copy.0000000000000000.tmp", b"of another")
     with pytest.raises(NotCommitted, match="under way"):
         holdfast.copy(made / "native", url)
     holdfast.copy(made / "native", url, overwrite=True)

@@ -26,7 +26,7 @@ from holdfast.errors import (
     StoreError,
 )
 from holdfast.stores.remote.client import get_bucket
-from holdfast.stores.remote.url import url_of
+from holdfast.stores.remote.url import parse_url
 from tests.ranks.pool import Pool, failures, good
 from tests.remote import rank_jobs
 from tests.remote.killing import killed
@@ -35,7 +35,7 @@ from tests.support import ALONE
 
 
 def keys(url: str) -> list[str]:
-    where = url_of(url)
+    where = parse_url(url)
     return [
         one.key.rpartition("/")[2] for one in get_bucket(where).list_objects(where.key + "/", 1000)
     ]
@@ -164,7 +164,7 @@ def test_safetensors_files_of_ranks_are_published_by_an_index(
 def test_an_index_that_names_other_files_is_refused(file: object):
     url = "memory://pieces/step-1"
     holdfast.torch.save_sharded(url, {"w": torch.ones(3)}, format="safetensors", overwrite=True)
-    where = url_of(url)
+    where = parse_url(url)
     key = where.key + "/model.safetensors.index.json"
     document = json.loads(bytes(get_bucket(where).get_object(key, 1 << 20).data))
     document["metadata"]["holdfast.files"].append(file)

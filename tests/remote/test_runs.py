@@ -29,7 +29,7 @@ from holdfast.errors import (
 )
 from holdfast.extras.runs.sweep import sweep
 from holdfast.stores.remote.client import Bucket, RemoteObject, get_bucket
-from holdfast.stores.remote.url import url_of
+from holdfast.stores.remote.url import parse_url
 from tests.remote.killing import run_and_kill
 from tests.remote.servers import Proxy, environment, only
 from tests.sampling import count_rounds, every_nth, is_exhaustive, sample
@@ -372,7 +372,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]):
     told = json.loads(capsys.readouterr().out)
     assert [(row["step"], row["metrics"]) for row in told["steps"]] == [(2, {"loss": 0.5})]
     assert (told["path"], told["writer"]) == (url, None)
-    client = get_bucket(url_of(url)).client
+    client = get_bucket(parse_url(url)).client
     obstore.put(client, f"run/{LITTER}", b"x")
     assert main(["runs", url, "--gc", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["young"] == 1
@@ -502,7 +502,7 @@ def test_a_run_that_is_killed_between_two_requests(proxy: Proxy, url: str):
 
 
 def bucket_keys(url: str) -> list[str]:
-    where = url_of(url)
+    where = parse_url(url)
     return [one.key for one in get_bucket(where).list_objects(where.key + "/", 1000)]
 
 
@@ -529,7 +529,7 @@ def test_a_listing_of_several_pages(proxy: Proxy, url: str):
     """Stores answer with a thousand names at a time."""
     count = count_rounds("steps in a listing of several pages", 1020, total=2300)
     holdfast.Run(url).save(0, state(0))
-    where = url_of(url)
+    where = parse_url(url)
     bucket = get_bucket(where)
     data = next(key for key in bucket_keys(url) if "data-" in key)
     raw = {

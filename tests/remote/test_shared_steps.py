@@ -41,7 +41,7 @@ from holdfast.extras.runs.sweep import sweep
 from holdfast.formats.native.schema import DOCUMENT
 from holdfast.stores.remote import client
 from holdfast.stores.remote.client import Bucket, Upload, get_bucket
-from holdfast.stores.remote.url import url_of
+from holdfast.stores.remote.url import parse_url
 from holdfast.verbs.shared.references import References
 from tests.remote.servers import environment
 from tests.remote.test_runs import keys, later
@@ -304,7 +304,7 @@ def test_claims_of_the_dead(store: MemoryStore, monkeypatch: pytest.MonkeyPatch)
     run = run_in(store, keep="latest:2")
     for number in (1, 2):
         run.save(number, state(number))
-    base = url_of("run", store)
+    base = parse_url("run", store)
     obstore.put(
         store,
         f"run/{CLAIMS_FOLDER}/dead",
@@ -507,7 +507,7 @@ def together(
     again = run_in(store).steps()
     assert [one.step for one in again] == [one.step for one in steps]
     assert all(map(loads, again))
-    named = References(url_of("run", store)).named(
+    named = References(parse_url("run", store)).named(
         [f"run/{key}" for key in keys(store) if "data-" in key]
     )
     assert {f"run/{key}" for key in keys(store) if "data-" in key} == named, (
@@ -726,7 +726,7 @@ def test_a_slow_store_is_not_relied_on(store: MemoryStore, monkeypatch: pytest.M
 def _save_at(key: str, store: MemoryStore) -> object:
     from holdfast.engine.targets.bucket_commit import PrefixSave
 
-    return PrefixSave(url_of(key, store), "holdfast.json", overwrite=False)
+    return PrefixSave(parse_url(key, store), "holdfast.json", overwrite=False)
 
 
 def test_both_servers_share(either: int, url: str, monkeypatch: pytest.MonkeyPatch):
@@ -740,7 +740,7 @@ def test_both_servers_share(either: int, url: str, monkeypatch: pytest.MonkeyPat
     assert [step.step for step in fresh] == [4, 5]
     assert all(map(loads, fresh))
     assert any("/" in name for name in fresh.latest().files)
-    where = url_of(url)
+    where = parse_url(url)
     before = len(get_bucket(where).list_objects(where.key + "/", 100))
     with later(25):
         assert sweep(url).keys == ()

@@ -16,7 +16,7 @@ import holdfast
 from holdfast.cli.main import main
 from holdfast.errors import Corrupted, HoldfastError, NotCommitted
 from holdfast.stores.remote.client import get_bucket
-from holdfast.stores.remote.url import url_of
+from holdfast.stores.remote.url import parse_url
 from tests.remote.servers import Proxy
 from tests.verbs.test_missing import VERBS, check_missing
 
@@ -35,7 +35,7 @@ def same(url: str, state: dict[str, np.ndarray]) -> None:
 
 
 def names(url: str) -> list[str]:
-    where = url_of(url)
+    where = parse_url(url)
     prefix = f"{where.key}/"
     return [one.key.removeprefix(prefix) for one in get_bucket(where).list_objects(prefix, 10_000)]
 
@@ -118,7 +118,9 @@ def test_a_folder_of_hugging_face_goes_to_a_bucket_and_back(
     with holdfast.open(url) as checkpoint:
         assert checkpoint["norm"].dtype.name == "bfloat16"
     config = json.loads(
-        get_bucket(url_of(url)).get_object(url_of(url).key + "/config.json", 1000).data.tobytes()
+        get_bucket(parse_url(url))
+        .get_object(parse_url(url).key + "/config.json", 1000)
+        .data.tobytes()
     )
     assert config == {"torch_dtype": "bfloat16"}
     holdfast.convert(url, tmp_path / "back")
@@ -148,7 +150,7 @@ def test_another_format_takes_the_place_of_one(model: Path, proxy: Proxy, url: s
 def test_weights_of_others_are_replaced_and_what_is_none_of_ours_stays(
     model: Path, proxy: Proxy, url: str
 ):
-    bucket, where = get_bucket(url_of(url)), url_of(url)
+    bucket, where = get_bucket(parse_url(url)), parse_url(url)
     for path in model.iterdir():
         bucket.put(f"{where.key}/{path.name}", path.read_bytes())
     bucket.put(f"{where.key}/notes.txt", b"mine")
@@ -179,7 +181,7 @@ def test_a_save_that_fails_takes_nothing_of_others(
 def test_scan_searches_a_prefix(proxy: Proxy, url: str, tmp_path: Path):
     import pickle
 
-    where = url_of(url)
+    where = parse_url(url)
     bucket = get_bucket(where)
     bucket.put(f"{where.key}/deep/er/evil.pkl", b"cos\nsystem\n(S'echo hi'\ntR.")
     bucket.put(f"{where.key}/readme.txt", b"nothing to see")
@@ -194,7 +196,7 @@ def test_scan_searches_a_prefix(proxy: Proxy, url: str, tmp_path: Path):
 
 
 def test_scan_tells_of_code_beside_weights(proxy: Proxy, url: str):
-    where = url_of(url)
+    where = parse_url(url)
     bucket = get_bucket(where)
     holdfast.save(STATE, f"{url}/m/model.safetensors")
     bucket.put(f"{where.key}/m/config.json", b'{"auto_map": {"AutoModel": "modeling_x.X"}}')
@@ -213,7 +215,7 @@ def test_scan_tells_of_code_beside_weights(proxy: Proxy, url: str):
 
 
 def test_verify_finds_damage_in_a_folder_of_several(proxy: Proxy, url: str):
-    where = url_of(url)
+    where = parse_url(url)
     bucket = get_bucket(where)
     holdfast.save(STATE, url)
     holdfast.save(STATE, f"{url}/beside.pt")

@@ -148,6 +148,7 @@ class NonfiniteChanges(Value, frozen=True):
         return nan_changes + inf_changes > 0
 
     def __add__(self, other: NonfiniteChanges) -> NonfiniteChanges:
+        """Merge the counts of two blocks of one tensor."""
         return NonfiniteChanges(
             nans=self.nans + other.nans,
             nan_appeared=self.nan_appeared + other.nan_appeared,
@@ -203,6 +204,7 @@ class ProductSums(Value, frozen=True):
         return magnitude
 
     def __add__(self, other: ProductSums) -> ProductSums:
+        """Merge the sums of two blocks."""
         return ProductSums(
             dot=self.dot + other.dot,
             squares_a=self.squares_a + other.squares_a,
@@ -330,6 +332,12 @@ class FiniteTally:
     """Accumulates steps of finite numbers of at most 32 bits."""
 
     def __init__(self, same_bits: bool, *, is_exact: bool) -> None:
+        """Start without any steps.
+
+        Args:
+            same_bits: Whether the bits decide which elements are the same.
+            is_exact: Whether all numbers are integers.
+        """
         self._same_bits = same_bits
         self._is_exact = is_exact
         self._changed = 0
@@ -386,6 +394,7 @@ class FiniteTally:
         return True
 
     def tally(self) -> Tally:
+        """Return the differences of all steps that were added."""
         return Tally(
             changed=self._changed,
             total=self._total,

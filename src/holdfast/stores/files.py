@@ -557,6 +557,10 @@ class PathFiles(Files):
         return number
 
     def open(self, name: str, *, dir_fd: int) -> int:
+        """Open an existing regular file to read or lock it.
+
+        `dir_fd` is a number of `open_directory`.
+        """
         path = self._join_path(name, dir_fd)
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise OSError(errno.ELOOP, "not a regular file", path)
@@ -587,9 +591,13 @@ class PathFiles(Files):
         return descriptor
 
     def sync(self, descriptor: int) -> None:
+        """Wait until the bytes of a file are on the disk.
+
+        For a directory this does nothing, because Windows has no call for it.
+        """
         self._check_process()
+        # Directories have negative numbers.
         if descriptor < 0:
-            # Windows has no call for a directory.
             return
         entry = _open_entries.get(descriptor)
         if entry is None or entry.is_writable:
@@ -625,7 +633,7 @@ class PathFiles(Files):
             move: `os.replace`, or `os.rename` if the new name must not exist.
             old_name: The name in the directory `dir_fd`.
             new_name: Its new name in the same directory.
-            dir_fd: The number of the directory.
+            dir_fd: The number that `open_directory` returned.
         """
         old_path = self._join_path(old_name, dir_fd)
         new_path = self._join_path(new_name, dir_fd)
@@ -648,6 +656,7 @@ class PathFiles(Files):
     def link(
         self, name: str, new_name: str, *, dir_fd: int, source_dir_fd: int | None = None
     ) -> None:
+        """Give a file a second name. The parameters are those of `Files.link`."""
         source_path = self._join_path(name, dir_fd if source_dir_fd is None else source_dir_fd)
         os.link(os.path.normpath(source_path), self._join_path(new_name, dir_fd))
 
@@ -722,6 +731,7 @@ class PathFiles(Files):
         return MAX_NAME_CHARACTERS
 
     def close(self, descriptor: int) -> None:
+        """Close a file or forget a directory, and release its lock by removing the lock file."""
         self._check_process()
         entry = _open_entries.pop(descriptor, None)
         try:

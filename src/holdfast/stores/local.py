@@ -388,6 +388,10 @@ class LocalStore(Store):
         return super().single_key if self.is_folder else self._single
 
     def get_folder_store(self) -> Store | None:
+        """Return a store of the folder that contains this file. Some formats have more files there.
+
+        If this is a folder, return this store.
+        """
         if self.is_folder:
             return self
         with self._lock:
@@ -420,6 +424,12 @@ class LocalStore(Store):
         return handle.status.st_size
 
     def read(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of a file from the offset `start` on.
+
+        Raises:
+            Truncated: The file ends too early.
+            Replaced: The file is not the one that was opened first.
+        """
         handle = self._handles.get(key) or self._open(key)
         stop = start + out.nbytes
         file_nbytes = handle.status.st_size
@@ -733,6 +743,7 @@ class DescriptorStore(Store):
         return os.fstat(self._get_file(key).descriptor).st_size
 
     def read(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of the file from the offset `start` on."""
         file = self._get_file(key)
         # preadv would take an offset of -1 for the current position of the file.
         if start < 0:
@@ -758,6 +769,7 @@ class DescriptorStore(Store):
         self._file = None
 
     def _get_file(self, key: str) -> OpenFile:
+        """Return the duplicate of the descriptor, which must not have been closed."""
         file = self._file
         if file is None:
             raise Closed("the file was closed; open it again to read from it", file=self.name)

@@ -26,6 +26,12 @@ class MemoryStore(Store):
     def __init__(
         self, content: Mapping[str, bytes | bytearray | memoryview], *, name: str = "<memory>"
     ) -> None:
+        """Make a store of files in memory. Their bytes are not copied.
+
+        Args:
+            content: The content of each file, by its key.
+            name: The name for messages.
+        """
         self.name = name
         self._content = {key: memoryview(value).cast("B") for key, value in content.items()}
         self._is_closed = False
@@ -50,6 +56,7 @@ class MemoryStore(Store):
         return self._get_content(key).nbytes
 
     def read(self, key: str, start: int, out: memoryview) -> None:
+        """Copy the bytes of a file from the offset `start` on into `out`."""
         content = self._get_content(key)
         stop = start + out.nbytes
         if start < 0 or stop > content.nbytes:
@@ -108,6 +115,11 @@ class FileObjectStore(Store):
     KEY = "file"
 
     def __init__(self, file: BinaryIO) -> None:
+        """Find out the size of a file object, and leave its position as it is.
+
+        Raises:
+            StoreError: The file object is closed, or not seekable, or returns text.
+        """
         self.name = "<file object>"
         self._file = file
         self._lock = make_fork_safe(threading.Lock())
@@ -137,23 +149,30 @@ class FileObjectStore(Store):
         return self._nbytes
 
     def read(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of the file object from the offset `start` on.
+
+        Raises:
+            Truncated: The file object ends too early.
+            StoreError: The file object is closed, or its methods raise an error.
+        """
         if self._is_closed:
             raise Closed("the checkpoint was closed; open it again to read from it", file=self.name)
         stop = start + out.nbytes
         if start < 0 or stop > self.size(key):
             message = f"cannot read bytes {start} to {stop} of a file of {self._nbytes} bytes"
             raise Truncated(message, offset=self._nbytes)
-        done_nbytes = 0
+        filled_nbytes = 0
+        # `reading` restores the position of the file object at the end of the block.
         with self.reading(), self._locked_file():
             self._file.seek(start)
-            while done_nbytes < out.nbytes:
-                count = self._read_some(out[done_nbytes:])
-                if not count:
+            while filled_nbytes < out.nbytes:
+                block_nbytes = self._read_some(out[filled_nbytes:])
+                if not block_nbytes:
                     raise Truncated(
-                        f"the file object ended {out.nbytes - done_nbytes} bytes early",
-                        offset=start + done_nbytes,
+                        f"the file object ended {out.nbytes - filled_nbytes} bytes early",
+                        offset=start + filled_nbytes,
                     )
-                done_nbytes += count
+                filled_nbytes += block_nbytes
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -182,7 +201,11 @@ class FileObjectStore(Store):
                 raise StoreError(f"reading from {self.name} failed: {error}") from error
 
     def _read_some(self, out: memoryview) -> int:
-        """Read some bytes, directly into `out` if the file object supports that."""
+        """Read from the current position, directly into `out` if the file object supports that.
+
+        Returns:
+            The number of bytes, which may be less than `out` can hold; 0 at the end.
+        """
         readinto = getattr(self._file, "readinto", None)
         if callable(readinto):
             try:

@@ -116,9 +116,9 @@ def place_of(path: object, store: object | None = None) -> str:
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if isinstance(text, str) and (store is not None or (":" in text and is_url(text))):
-        from holdfast.stores.remote.url import url_of  # only for object stores
+        from holdfast.stores.remote.url import parse_url  # only for object stores
 
-        return url_of(text, store)
+        return parse_url(text, store)
     return local_path(path)
 
 

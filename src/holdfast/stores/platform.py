@@ -142,6 +142,7 @@ def check_c_result(result: int, *paths: str) -> bool:
 
 
 def _read_into_buffer(descriptor: int, buffers: list[memoryview], start: int) -> int:
+    """Replace preadv for one buffer: read a block and copy it."""
     (out,) = buffers
     block = read_block(descriptor, min(out.nbytes, BLOCK_NBYTES), start)
     out[: len(block)] = block
@@ -153,6 +154,7 @@ preadv: Callable[[int, list[memoryview], int], int] = getattr(os, "preadv", _rea
 
 
 def _seek_and_read(descriptor: int, nbytes: int, start: int) -> bytes:
+    """Replace pread: move the position of the file, read, and move it back."""
     with _get_position_lock(descriptor):
         position = os.lseek(descriptor, 0, os.SEEK_CUR)
         try:
@@ -169,6 +171,7 @@ read_block: Callable[[int, int, int], bytes] = getattr(os, "pread", _seek_and_re
 
 
 def _seek_and_write(descriptor: int, data: memoryview, offset: int) -> int:
+    """Replace pwrite: move the position of the file and write."""
     with _get_position_lock(descriptor):
         os.lseek(descriptor, offset, os.SEEK_SET)
         return os.write(descriptor, data)
@@ -361,7 +364,10 @@ def reserve(descriptor: int, nbytes: int) -> bool:
 
 
 def get_file_system_type(descriptor: int) -> int:
-    """Return the type of a file system as in statfs(2) of Linux, or -1 if it is unknown."""
+    """Return the type of the file system of an open directory, or -1 if it is unknown.
+
+    The types are the magic numbers of statfs(2) of Linux, such as 0xEF53 for ext4.
+    """
     # On other systems the struct is different and longer than the buffer below.
     fstatfs = c_function("fstatfs") if sys.platform == "linux" else None
     if fstatfs is None:

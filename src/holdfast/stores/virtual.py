@@ -104,6 +104,10 @@ class Virtual(Store):
         return self.entry(key).size() if store is None else store.size(key)
 
     def read(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out` with bytes of a file from the offset `start` on.
+
+        An entry computes them. Other keys are read from the store below.
+        """
         store = self.get_underlying_store(key)
         if store is not None:
             store.read(key, start, out)
@@ -148,6 +152,7 @@ class Virtual(Store):
         return super().identity(key) if store is None else store.identity(key)
 
     def count_read_nbytes(self, key: str, nbytes: int) -> int:
+        """Return how many bytes are read somewhere to compute `nbytes` bytes of a file."""
         store = self.get_underlying_store(key)
         if store is not None:
             return store.count_read_nbytes(key, nbytes)
@@ -155,7 +160,7 @@ class Virtual(Store):
         file_nbytes = entry.size()
         if entry.read_nbytes is None or not file_nbytes:
             return nbytes
-        # The share of the source bytes, rounded up.
+        # In proportion to the whole file, rounded up.
         return -(-nbytes * entry.read_nbytes // file_nbytes)
 
     def close(self) -> None:
@@ -254,12 +259,15 @@ def tensor_stamp(tensor: LazyTensor) -> Stamp:
 
 
 def _hash_range(store: Store, key: str, start: int, nbytes: int) -> str:
-    from hashlib import blake2b  # only for a conversion that can be resumed
+    """Read a range of a file block by block, and return a hash of its bytes."""
+    # Only a conversion that can be resumed needs it.
+    from hashlib import blake2b
 
     digest = blake2b(digest_size=16)
     block = memoryview(bytearray(min(nbytes, HASHED_NBYTES)))
     for offset in range(0, nbytes, HASHED_NBYTES):
-        piece = block[: nbytes - offset]
-        store.read(key, start + offset, piece)
-        digest.update(piece)
+        # The last block is shorter.
+        content = block[: nbytes - offset]
+        store.read(key, start + offset, content)
+        digest.update(content)
     return digest.hexdigest()

@@ -20,6 +20,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from holdfast.core.keys import check_key, parse_sibling_key
 from holdfast.core.limits import Limits
@@ -56,8 +57,12 @@ MANIFEST = "holdfast.json"
 
 Keys = list[str]
 
-Version = tuple[int, str | None]
-"""Size and ETag of an object."""
+
+class ObjectVersion(NamedTuple):
+    """What identifies the content of an object."""
+
+    nbytes: int
+    etag: str | None
 
 
 class RemoteStore(Store):
@@ -70,7 +75,7 @@ class RemoteStore(Store):
         url: Url,
         *,
         limits: Limits | None = None,
-        expected: Mapping[str, Version] | None = None,
+        expected: Mapping[str, ObjectVersion] | None = None,
         index: str = "",
     ) -> None:
         """Find out what is at a URL.
@@ -90,7 +95,7 @@ class RemoteStore(Store):
         self._url = url
         self._limits = limits or Limits()
         self._lock = make_fork_safe(threading.Lock())
-        self._versions: dict[str, Version] = dict(expected or {})
+        self._versions: dict[str, ObjectVersion] = dict(expected or {})
         """The version of each object, from its first answer on."""
         self._indexed_nbytes: dict[str, int] = {}
         """Sizes that an index records, until the first answer for the object."""
@@ -182,6 +187,10 @@ class RemoteStore(Store):
             return True
 
     def can_read_sibling(self, key: str) -> bool:
+        """Return whether a key names a file of a checkpoint in the same bucket, beside this one.
+
+        Such a key starts with `../` (`core.keys`). It must not lead back into this prefix.
+        """
         sibling = parse_sibling_key(key)
         if sibling is None or self._single is not None or not self._url.key:
             return False
@@ -216,21 +225,33 @@ class RemoteStore(Store):
 
         with self._lock:
             for key, remote_object in objects.items():
-                self._versions.setdefault(key, (remote_object.nbytes, remote_object.etag))
+                version = ObjectVersion(remote_object.nbytes, remote_object.etag)
+                self._versions.setdefault(key, version)
         return sorted(objects)
 
     def size(self, key: str) -> int:
+        """Return the size of an object.
+
+        This takes no request if the object was read, or listed, or an index records its size.
+        """
         self._check_open()
         with self._lock:
             version = self._versions.get(key)
             indexed_nbytes = self._indexed_nbytes.get(key)
         if version is not None:
-            return version[0]
+            return version.nbytes
         if indexed_nbytes is not None:
             return indexed_nbytes
-        return self._record_version(key, self.bucket.head(self._object_key(key)))[0]
+        remote_object = self.bucket.head(self._object_key(key))
+        return self._record_version(key, remote_object).nbytes
 
     def read(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of an object from the offset `start` on.
+
+        Raises:
+            Truncated: The object ends too early.
+            Replaced: The object is not the one that was opened.
+        """
         self._check_open()
         if start < 0:
             message = f"cannot read from the negative offset {start}"
@@ -271,6 +292,7 @@ class RemoteStore(Store):
         return version or self._record_version(key, self.bucket.head(self._object_key(key)))
 
     def find_changed(self) -> Sequence[str]:
+        """Return the objects that were replaced or deleted since they were opened."""
         with self._lock:
             versions = dict(self._versions)
         changed_keys = []
@@ -337,9 +359,9 @@ class RemoteStore(Store):
         """
         with self._lock:
             version = self._versions.get(key)
-        if version is not None and stop > version[0]:
-            raise self._make_truncated(key, start, stop, version[0])
-        etag = None if version is None else version[1]
+        if version is not None and stop > version.nbytes:
+            raise self._make_truncated(key, start, stop, version.nbytes)
+        etag = None if version is None else version.etag
         try:
             answer = self.bucket.get_range(self._object_key(key), start, stop, etag=etag)
         except StoreError as error:
@@ -385,14 +407,14 @@ class RemoteStore(Store):
                 self._windows.popitem(last=False)
         return data[window_start - fetch_start :]
 
-    def _record_version(self, key: str, remote_object: RemoteObject) -> Version:
+    def _record_version(self, key: str, remote_object: RemoteObject) -> ObjectVersion:
         """Record the version of an object at its first answer. Every later answer must match it.
 
         Raises:
             Replaced: The object has another size or ETag than at its first answer.
             Truncated, MetadataError: The object has another size than its index records.
         """
-        new_version = remote_object.nbytes, remote_object.etag
+        new_version = ObjectVersion(remote_object.nbytes, remote_object.etag)
         with self._lock:
             version = self._versions.setdefault(key, new_version)
             indexed_nbytes = self._indexed_nbytes.pop(key, None)
@@ -413,7 +435,9 @@ class RemoteStore(Store):
             )
         return version
 
-    def _explain_error(self, key: str, error: StoreError, version: Version | None) -> StoreError:
+    def _explain_error(
+        self, key: str, error: StoreError, version: ObjectVersion | None
+    ) -> StoreError:
         """Return the error to raise for an object.
 
         This is `Replaced` if the object existed before, or if a manifest names it.

@@ -175,6 +175,7 @@ class Url(str):
             yield place, names
 
     def files(self) -> dict[str, int]:
+        """Return the names of the objects directly under this prefix, sorted, with their sizes."""
         _, objects = self._bucket.list_folder(self.key)
         objects.sort(key=lambda remote_object: remote_object.key)
         return {
@@ -227,7 +228,7 @@ def _make_url(text: str, client: object | None, is_folder: bool) -> Url:
     return url
 
 
-def url_of(text: str, client: object | None = None) -> Url:
+def parse_url(text: str, client: object | None = None) -> Url:
     """Return a URL in its usual spelling.
 
     Args:
@@ -237,7 +238,7 @@ def url_of(text: str, client: object | None = None) -> Url:
     Raises:
         BadPath: The text is not a valid URL of an object store.
 
-    >>> url_of("S3://bucket//run/step-1/")
+    >>> parse_url("S3://bucket//run/step-1/")
     's3://bucket/run/step-1'
     """
     if isinstance(text, Url) and client is None:
@@ -255,16 +256,7 @@ def url_of(text: str, client: object | None = None) -> Url:
         message = f"{text[:MAX_SHOWN_CHARACTERS]!r} is not the URL of an object store"
         raise BadPath(message, found=text)
 
-    # The error must not show the credentials, so it shows only the scheme.
-    if "@" in bucket and not scheme.startswith("abfs"):
-        raise BadPath(
-            "a URL must not contain credentials; set them in the environment, or pass a client in "
-            "Python with store=",
-            found=f"{scheme}://…",
-        )
-    if "?" in bucket or not bucket:
-        message = f"the URL has no bucket; use {scheme}://BUCKET/KEY"
-        raise BadPath(message, found=f"{scheme}://{bucket}")
+    _check_bucket(scheme, bucket)
     components = key.rstrip("/").split("/")
     if "\0" in key or "." in components or ".." in components:
         raise BadPath(
@@ -277,8 +269,23 @@ def url_of(text: str, client: object | None = None) -> Url:
     return _make_url(normalized_url, client, is_folder=key.endswith("/"))
 
 
+def _check_bucket(scheme: str, bucket: str) -> None:
+    """Raise `BadPath` if a URL has no bucket, or credentials in front of it."""
+    # Azure puts the name of the container in front of an @.
+    if "@" in bucket and not scheme.startswith("abfs"):
+        # The error must not show the credentials, so it shows only the scheme.
+        raise BadPath(
+            "a URL must not contain credentials; set them in the environment, or pass a client in "
+            "Python with store=",
+            found=f"{scheme}://…",
+        )
+    if "?" in bucket or not bucket:
+        message = f"the URL has no bucket; use {scheme}://BUCKET/KEY"
+        raise BadPath(message, found=f"{scheme}://{bucket}")
+
+
 def _describe_client(client: object) -> tuple[str, str]:
-    """Return scheme and bucket of a client, for messages. Its other settings may be secret."""
+    """Return scheme and bucket of a client of obstore. Its other settings may be secret."""
     schemes = {"S3Store": "s3", "GCSStore": "gs", "AzureStore": "az"}
     scheme = schemes.get(type(client).__name__, "memory")
     config = getattr(client, "config", None) or {}
