@@ -69,7 +69,7 @@ def test_dry_run(run, source):
         ([], "nothing to do"),
         (["--drop", "x"], "'x' matches nothing"),
         (["--rename", "model.w=model.b"], "2 things the name 'model.b'"),
-        (["--rename", "*=x"], "as many * on both sides"),
+        (["--rename", "*=x"], "the same number of * on both sides"),
         (["--unset", "nobody"], "no metadata 'nobody'"),
         (["--set", "author=you", "--unset", "author"], "set and taken out"),
         (["--set", "=you"], "form"),

@@ -56,8 +56,8 @@ def test_a_name_means_what_is_below_it_in_a_rename_as_well():
     assert find_rename_problems(
         [("{a.*,b}", "*"), ("a.**", "*"), ("a.?.{b,c}", "x"), ("*", "[*]")]
     ) == [
-        "the rename '{a.*,b}' → '*' needs as many * on both sides",
-        "the rename '*' → '[*]' needs as many * on both sides",
+        "the rename '{a.*,b}' → '*' must have the same number of * on both sides",
+        "the rename '*' → '[*]' must have the same number of * on both sides",
     ]
 
 

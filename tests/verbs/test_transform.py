@@ -97,7 +97,7 @@ def test_edits_that_do_not_fit():
     assert first.startswith("'modle.*' matches nothing; near: model.")
     assert second == "'nothing' matches nothing"
     assert refused(TREE, rename=(("model.*", "x"),)) == (
-        "the rename 'model.*' → 'x' needs as many * on both sides",
+        "the rename 'model.*' → 'x' must have the same number of * on both sides",
     )
     assert "cannot be taken out" in refused({"l": [1, 2]}, drop=("l.0",))[0]
     assert "no name that could be changed" in refused({"l": [1, 2]}, rename=(("l.0", "l.7"),))[0]

@@ -157,8 +157,8 @@ def read_document(
 def _make_unsealed_error(document_type: DocumentType[D], description: str) -> Corrupted:
     """Return the error for a document that lacks its checksum. The writer always adds it."""
     return Corrupted(
-        f"a {description} ends with its own checksum, and this one does not: it changed after it "
-        f"was written; {document_type.remedy}"
+        f"this {description} lacks the checksum of itself: it changed after it was written; "
+        f"{document_type.remedy}"
     )
 
 
@@ -175,7 +175,7 @@ def check_length(
         max_nbytes = limits.index_nbytes
         reason = f"longer than Limits(index_nbytes={max_nbytes})"
     else:
-        reason = f"longer than any ({max_nbytes:,})"
+        reason = f"longer than the maximum of {max_nbytes:,}"
     if nbytes > max_nbytes:
         raise LimitExceeded(
             f"a {document_type.name} of {nbytes:,} bytes is {reason}",
@@ -228,7 +228,7 @@ def decode_strictly(document_type: DocumentType[D], raw: bytes, limits: Limits) 
         raise HeaderError(message) from None
     if document_type.is_canonical:
         # The text is valid, but `decode_canonical` found that Holdfast would write another one.
-        raise HeaderError(f"the {document_type.name} is not in the form in which it is written")
+        raise HeaderError(f"the {document_type.name} differs from what Holdfast writes")
     return value
 
 
@@ -520,8 +520,8 @@ def check_seal(raw: bytes, subject: str, remedy: str = "get it again") -> bool:
     crc = crc32(memory[digits_stop:], crc)
     if digits != f"{crc:08x}":
         raise Corrupted(
-            f"{subject} does not have the checksum that it records of itself ({digits!r}, not "
-            f"{crc:08x}): it changed after it was written; {remedy}",
+            f"{subject} has the checksum {crc:08x} and records {digits!r}: it changed after it was "
+            f"written; {remedy}",
             expected=parse_crc(digits),
             found=crc,
         )

@@ -197,7 +197,9 @@ def find_rename_problems(renames: Renames) -> list[str]:
     for old, new in renames:
         star_count = len(_split_new_name(new)) - 1
         if compile_glob(old).star_counts != {star_count}:
-            problems.append(f"the rename {old!r} → {new!r} needs as many * on both sides")
+            problems.append(
+                f"the rename {old!r} → {new!r} must have the same number of * on both sides"
+            )
     return problems
 
 
