@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import doctest
 import importlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import holdfast
+import holdfast.core
 
-MODULES = ("checkpoint", "notebook", "sharing", "tensor", "tree")
+FOLDER = Path(holdfast.core.__path__[0])
+
+MODULES = sorted(
+    path.stem for path in FOLDER.glob("*.py") if ">>>" in path.read_text(encoding="utf-8")
+)
 
 
 @pytest.fixture
