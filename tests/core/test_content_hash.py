@@ -1,4 +1,4 @@
-"""The hash of a chunk against a slow one, whatever blocks it comes in; and what is recorded against what is stored."""
+"""`ContentHasher` against a slow implementation of the definition in `core/content_hash.py`."""
 
 from __future__ import annotations
 
@@ -15,90 +15,114 @@ from tests.support import run_in_threads
 from holdfast.core import content_hash
 from holdfast.core.content_hash import ContentHasher, HashAndHead, hash_bytes, hash_head
 
-PIECE, HEAD = 64, 24
+BLOCK_NBYTES = 64
+HEAD_NBYTES = 24
+"""Sizes that take the place of the real ones, so that short data has many blocks."""
 
 
-def oracle(data: bytes, piece: int, head: int) -> HashAndHead:
-    """What the module's docstring says, in so many words."""
-    pieces = [xxhash.xxh3_128(data[at : at + piece]).digest() for at in range(0, len(data), piece)]
-    if len(data) <= piece:
-        number = int(xxhash.xxh3_128(data).hexdigest(), 16)
+def expected_hash(data: bytes, block_nbytes: int, head_nbytes: int) -> HashAndHead:
+    """Hash data as the definition says. It needs all data at once, so no order can go wrong."""
+    if len(data) <= block_nbytes:
+        hex_digits = xxhash.xxh3_128(data).hexdigest()
     else:
-        number = int(
-            xxhash.xxh3_128(len(data).to_bytes(8, "little") + b"".join(pieces)).hexdigest(), 16
-        )
-    return HashAndHead(number, zlib.crc32(data[:head]) if len(data) > head else None)
+        content = len(data).to_bytes(8, "little")
+        for start in range(0, len(data), block_nbytes):
+            content += xxhash.xxh3_128(data[start : start + block_nbytes]).digest()
+        hex_digits = xxhash.xxh3_128(content).hexdigest()
+    head = None
+    if len(data) > head_nbytes:
+        head = zlib.crc32(data[:head_nbytes])
+    return HashAndHead(int(hex_digits, 16), head)
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(content_hash, "HASH_BLOCK_NBYTES", PIECE)
-    monkeypatch.setattr(content_hash, "HEAD_NBYTES", HEAD)
+def small_blocks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(content_hash, "HASH_BLOCK_NBYTES", BLOCK_NBYTES)
+    monkeypatch.setattr(content_hash, "HEAD_NBYTES", HEAD_NBYTES)
 
 
-def blocks_of(data: bytes, cuts: list[int]) -> list[tuple[int, bytes]]:
-    places = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
-    return [(a, data[a:b]) for a, b in pairwise(places)]
+def cut(data: bytes, cuts: list[int]) -> list[tuple[int, bytes]]:
+    """Cut data at these positions, modulo its length. Return the start and the bytes of pieces."""
+    edges = sorted({0, len(data), *(position % (len(data) + 1) for position in cuts)})
+    return [(start, data[start:stop]) for start, stop in pairwise(edges)]
 
 
-@pytest.mark.usefixtures("short")
+@pytest.mark.usefixtures("small_blocks")
 @given(
-    st.binary(max_size=5 * PIECE + 3),
+    st.binary(max_size=5 * BLOCK_NBYTES + 3),
     st.lists(st.integers(0, 400), max_size=12),
     st.randoms(use_true_random=False),
 )
-def test_any_blocks_in_any_order_have_the_hash_of_the_whole(
-    data: bytes, cuts: list[int], order: random.Random
+def test_pieces_of_any_size_in_any_order_have_the_hash_of_the_whole(
+    data: bytes, cuts: list[int], rng: random.Random
 ):
-    blocks = blocks_of(data, cuts)
-    order.shuffle(blocks)
-    found = ContentHasher(len(data))
-    for start, block in blocks:
-        scratch = bytearray(block)  # memory that is lent, and holds something else afterwards
-        found.add(start, memoryview(scratch))
+    pieces = cut(data, cuts)
+    rng.shuffle(pieces)
+    hasher = ContentHasher(len(data))
+
+    for start, piece in pieces:
+        # The caller may use the memory again after `add`.
+        scratch = bytearray(piece)
+        hasher.add(start, memoryview(scratch))
         scratch[:] = bytes(len(scratch))
-    assert found.result() == oracle(data, PIECE, HEAD) == hash_bytes(data)
+
+    assert hasher.result() == expected_hash(data, BLOCK_NBYTES, HEAD_NBYTES)
+    assert hash_bytes(data) == hasher.result()
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 65536, 65537, (1 << 20), (1 << 20) + 1, (3 << 20) - 5])
-def test_the_real_sizes(nbytes: int):
+@pytest.mark.parametrize("nbytes", [0, 1, 65536, 65537, 1 << 20, (1 << 20) + 1, (3 << 20) - 5])
+def test_hash_bytes_uses_blocks_of_a_mebibyte_and_a_head_of_64_kib(nbytes: int):
     data = random.Random(nbytes).randbytes(nbytes)
-    assert hash_bytes(data) == oracle(data, 1 << 20, 64 << 10)
+
+    assert hash_bytes(data) == expected_hash(data, 1 << 20, 64 << 10)
 
 
-@pytest.mark.usefixtures("short")
-def test_many_threads_at_once():
-    data = random.Random(3).randbytes(500 * PIECE + 7)
-    blocks = blocks_of(data, [random.Random(7).randrange(len(data)) for _ in range(900)])
-    found = ContentHasher(len(data))
+@pytest.mark.usefixtures("small_blocks")
+def test_several_threads_can_add_pieces_at_the_same_time():
+    rng = random.Random(3)
+    data = rng.randbytes(500 * BLOCK_NBYTES + 7)
+    pieces = cut(data, [rng.randrange(len(data)) for _ in range(900)])
+    hasher = ContentHasher(len(data))
 
-    def run(number: int) -> None:
-        for start, block in blocks[number::4]:
-            found.add(start, block)
+    def add_every_fourth_piece(first: int) -> None:
+        for start, piece in pieces[first::4]:
+            hasher.add(start, piece)
 
-    run_in_threads(run, range(4))
-    assert found.result() == oracle(data, PIECE, HEAD)
+    run_in_threads(add_every_fourth_piece, range(4))
 
-
-@pytest.mark.usefixtures("short")
-@given(st.binary(min_size=HEAD + 1, max_size=3 * PIECE), st.lists(st.integers(0, 400), max_size=6))
-def test_the_head_alone(data: bytes, cuts: list[int]):
-    found = ContentHasher(len(data), needs_hash=False)
-    for start, block in reversed(blocks_of(data, cuts)):
-        found.add(start, block)
-    assert found.result() == HashAndHead(None, oracle(data, PIECE, HEAD).head) == hash_head(data)
+    assert hasher.result() == expected_hash(data, BLOCK_NBYTES, HEAD_NBYTES)
 
 
-@pytest.mark.usefixtures("short")
-def test_a_hash_that_is_not_complete_is_none():
-    found = ContentHasher(200)
-    found.add(0, bytes(70))
+@pytest.mark.usefixtures("small_blocks")
+@given(
+    st.binary(min_size=HEAD_NBYTES + 1, max_size=3 * BLOCK_NBYTES),
+    st.lists(st.integers(0, 400), max_size=6),
+)
+def test_a_hasher_that_needs_no_hash_computes_only_the_head(data: bytes, cuts: list[int]):
+    hasher = ContentHasher(len(data), needs_hash=False)
+
+    for start, piece in reversed(cut(data, cuts)):
+        hasher.add(start, piece)
+
+    expected_head = zlib.crc32(data[:HEAD_NBYTES])
+    assert hasher.result() == HashAndHead(None, expected_head)
+    assert hash_head(data) == hasher.result()
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_the_result_is_refused_before_all_bytes_were_added():
+    hasher = ContentHasher(200)
+    hasher.add(0, bytes(70))
+
     with pytest.raises(ValueError, match="when all bytes were added"):
-        found.result()
+        hasher.result()
 
 
-@pytest.mark.usefixtures("short")
-def test_two_lengths_of_zeros_differ():
-    """The pieces of one may be the first pieces of the other."""
-    hashes = {hash_bytes(bytes(n)).hash for n in range(4 * PIECE)}
-    assert len(hashes) == 4 * PIECE
+@pytest.mark.usefixtures("small_blocks")
+def test_zeros_of_different_lengths_have_different_hashes():
+    """The length is hashed as well: all blocks of the shorter data are blocks of the longer."""
+    lengths = range(4 * BLOCK_NBYTES)
+
+    hashes = {hash_bytes(bytes(length)).hash for length in lengths}
+
+    assert len(hashes) == len(lengths)

@@ -1,4 +1,4 @@
-"""CRC-32 of a message from its parts, against zlib on the whole message."""
+"""The CRC-32 of a message that is computed from its blocks, against zlib on the whole message."""
 
 import itertools
 import zlib
@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core import crc
+from holdfast.core.crc import BlockCrcs, combine_crcs, compute_second_crc, crc32
 from tests.sampling import examples
 
 
@@ -17,60 +17,80 @@ from tests.sampling import examples
     st.lists(st.integers(0, 300), max_size=6),
     st.randoms(use_true_random=False),
 )
-def test_blocks_in_any_order_give_the_whole(message, cuts, random):
-    # A block without bytes would take the place of the one that begins there.
-    edges = sorted({0, *(min(c, len(message)) for c in cuts), len(message)})
+def test_blocks_in_any_order_give_the_crc_of_the_message(message, cuts, rng):
+    # No block is empty: it would take the place of the block that starts at the same offset.
+    edges = sorted({0, len(message), *(min(position, len(message)) for position in cuts)})
     blocks = list(itertools.pairwise(edges))
-    random.shuffle(blocks)
-    added, noted = crc.BlockCrcs(), crc.BlockCrcs()
+    rng.shuffle(blocks)
+    from_data = BlockCrcs()
+    from_crcs = BlockCrcs()
+
     for start, stop in blocks:
-        assert not added.is_complete(len(message))
-        assert added.add(start, memoryview(message)[start:stop]) == zlib.crc32(message[start:stop])
-        noted.add_crc(start, stop - start, zlib.crc32(message[start:stop]))
-    for sums in (added, noted):
-        assert sums.crc32() == zlib.crc32(message)
-        assert sums.is_complete(len(message))
-        assert not sums.is_complete(len(message) + 1)
-        assert bool(sums) is bool(message)
+        assert not from_data.is_complete(len(message))
+        block_crc = zlib.crc32(message[start:stop])
+        assert from_data.add(start, memoryview(message)[start:stop]) == block_crc
+        from_crcs.add_crc(start, stop - start, block_crc)
+
+    for block_crcs in (from_data, from_crcs):
+        assert block_crcs.crc32() == zlib.crc32(message)
+        assert block_crcs.is_complete(len(message))
+        assert not block_crcs.is_complete(len(message) + 1)
+        assert bool(block_crcs) is bool(message)
 
 
 @settings(max_examples=examples(50), deadline=None)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
-def test_column_shards(rows, left, right):
-    matrix = np.random.default_rng(rows).integers(0, 256, (rows, left + right), dtype=np.uint8)
-    sums = crc.BlockCrcs()
-    for columns in (slice(left, None), slice(0, left)):
-        for r in range(rows):
-            sums.add(r * (left + right) + columns.start, matrix[r, columns].tobytes())
-    assert sums.crc32() == zlib.crc32(matrix.tobytes())
+def test_rows_of_column_shards_give_the_crc_of_the_matrix(row_count, left_count, right_count):
+    shape = (row_count, left_count + right_count)
+    matrix = np.random.default_rng(row_count).integers(0, 256, shape, dtype=np.uint8)
+    block_crcs = BlockCrcs()
+
+    for columns in (slice(left_count, None), slice(0, left_count)):
+        for row in range(row_count):
+            row_start = row * shape[1] + columns.start
+            block_crcs.add(row_start, matrix[row, columns].tobytes())
+
+    assert block_crcs.crc32() == zlib.crc32(matrix.tobytes())
 
 
 @given(st.binary(min_size=3, max_size=50), st.data())
-def test_a_gap_and_an_overlap_are_no_whole(message, data):
-    at = data.draw(st.integers(1, len(message) - 2))
-    gap, overlap = crc.BlockCrcs(), crc.BlockCrcs()
-    gap.add(0, message[:at])
-    gap.add(at + 1, message[at + 1 :])
-    overlap.add(0, message[: at + 1])
-    overlap.add(at, message[at:])
-    assert not gap.is_complete(len(message))
-    assert not gap.is_complete(len(message) - 1)
-    assert not overlap.is_complete(len(message))
-    assert not overlap.is_complete(len(message) + 1)
+def test_blocks_with_a_gap_are_not_complete(message, data):
+    position = data.draw(st.integers(1, len(message) - 2))
+    block_crcs = BlockCrcs()
+
+    block_crcs.add(0, message[:position])
+    block_crcs.add(position + 1, message[position + 1 :])
+
+    assert not block_crcs.is_complete(len(message))
+    assert not block_crcs.is_complete(len(message) - 1)
 
 
-def test_a_block_that_came_again_counts_once():
-    sums = crc.BlockCrcs()
-    sums.add(0, b"other")
-    sums.add(0, b"hold")
-    sums.add(4, b"fast")
-    assert sums.crc32() == zlib.crc32(b"holdfast")
+@given(st.binary(min_size=3, max_size=50), st.data())
+def test_blocks_that_overlap_are_not_complete(message, data):
+    position = data.draw(st.integers(1, len(message) - 2))
+    block_crcs = BlockCrcs()
+
+    block_crcs.add(0, message[: position + 1])
+    block_crcs.add(position, message[position:])
+
+    assert not block_crcs.is_complete(len(message))
+    assert not block_crcs.is_complete(len(message) + 1)
+
+
+def test_a_block_replaces_the_one_that_was_added_at_the_same_offset():
+    block_crcs = BlockCrcs()
+
+    block_crcs.add(0, b"other")
+    block_crcs.add(0, b"hold")
+    block_crcs.add(4, b"fast")
+
+    assert block_crcs.crc32() == zlib.crc32(b"holdfast")
 
 
 @given(st.binary(max_size=50), st.binary(max_size=50))
-def test_combine(a, b):
-    assert (
-        crc.combine_crcs(crc.crc32(a), crc.crc32(b), len(b))
-        == zlib.crc32(a + b)
-        == crc.crc32(b, crc.crc32(a))
-    )
+def test_crcs_of_two_messages_combine_to_that_of_both(first, second):
+    whole_crc = zlib.crc32(first + second)
+
+    assert combine_crcs(crc32(first), crc32(second), len(second)) == whole_crc
+    assert crc32(second, crc32(first)) == whole_crc
+    assert compute_second_crc(whole_crc, crc32(first), len(second)) == zlib.crc32(second)
