@@ -1,6 +1,6 @@
-"""Are two tensors the same, byte for byte? For those whose bytes lie in one piece, at the speed of reading them.
+"""Compares the bytes of tensors that are ranges of files, at the speed of reading them.
 
-Ranges of both sides are read in batches that stay in a core's cache, and compared there.
+Ranges of both sides are read in batches. A batch stays in the cache of a core until it is compared.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct, field
 
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.digest import canonicalize
@@ -23,119 +25,178 @@ from holdfast.engine.ranges import read_to_scratch
 from holdfast.engine.threads import DEFAULT_THREADS, run_reads
 
 SIDE = replace(SUMS, block_nbytes=2 << 20)
-"""How each side is read. The blocks of two sides take as much cache as one block that is summed."""
+"""How each side is read. Blocks of both sides together take as much cache as a block that is summed."""
 
-BATCH_RANGES = 4096
+MAX_BATCH_RANGES = 4096
 """The most ranges that are compared together."""
 
-Pair = tuple[LazyTensor, LazyTensor]
-Places = list[tuple[str, int, int]]
+TensorPair = tuple[LazyTensor, LazyTensor]
 
 
 class StoreRanges(Value, frozen=True, eq=False):
-    """Ranges of the files of a store."""
+    """Ranges of the files of one store."""
 
     store: Store
     ranges: Ranges
-    name: Callable[[int], str]  # What a range is called, for messages.
+    name: Callable[[int], str]
+    """Returns the name of the tensor of a range, given the index of the range, for errors."""
+
+
+class _RangeBatch(NamedTuple):
+    """What one task compares: several short ranges, or a piece of one long range."""
+
+    range_indices: Ints
+    piece_start: int
+    """The first byte of the piece in its range; 0 for short ranges."""
+    nbytes: Ints
+    """The length of each range, or of the piece."""
+
+
+class _PairGroup(Struct):
+    """The pairs of tensors in the same two stores, as columns."""
+
+    pair_indices: list[int] = field(default_factory=list)
+    places_a: list[tuple[str, int, int]] = field(default_factory=list)
+    places_b: list[tuple[str, int, int]] = field(default_factory=list)
 
 
 def compare_bytes(
-    pairs: Sequence[Pair], progress: Progress | None = None, *, threads: int | None = None
+    pairs: Sequence[TensorPair], progress: Progress | None = None, *, threads: int | None = None
 ) -> list[bool]:
-    """Return for each pair whether it has one dtype, one shape and the same bytes.
+    """Return for each pair of tensors whether they have the same dtype, shape and bytes.
 
-    False also means that the elements must be compared: strides, pieces, byte orders. Progress
-    counts pairs that are the same. A caller that reads the others again counts those.
+    False does not mean that elements differ: tensors with strides, several chunks or another byte
+    order are not compared.
+
+    Args:
+        pairs: The pairs.
+        progress: Called with the bytes of both tensors of an equal pair. The bytes of other pairs are
+            counted when their elements are compared.
+        threads: The number of threads.
     """
-    same = [canonicalize(a.dtype, a.shape) == canonicalize(b.dtype, b.shape) for a, b in pairs]
-    by_stores: dict[tuple[Store, Store], tuple[list[int], Places, Places]] = {}
-    for number, (a, b) in enumerate(pairs):
-        if not same[number] or not a.size:
+    are_equal: list[bool] = []
+    groups: dict[tuple[Store, Store], _PairGroup] = {}
+    for pair_index, (a, b) in enumerate(pairs):
+        has_same_kind = canonicalize(a.dtype, a.shape) == canonicalize(b.dtype, b.shape)
+        if not has_same_kind or not a.size:
+            are_equal.append(has_same_kind)
             continue
-        place_a, place_b = find_contiguous_bytes(a), find_contiguous_bytes(b)
+        place_a = find_contiguous_bytes(a)
+        place_b = find_contiguous_bytes(b)
         if place_a is None or place_b is None:
-            same[number] = False
+            are_equal.append(False)
             continue
-        stores = a.source.store, b.source.store
-        numbers, places_a, places_b = by_stores.setdefault(stores, ([], [], []))
-        numbers.append(number)
-        places_a.append((*place_a, a.nbytes))
-        places_b.append((*place_b, b.nbytes))
+        group = groups.setdefault((a.source.store, b.source.store), _PairGroup())
+        group.pair_indices.append(pair_index)
+        group.places_a.append((*place_a, a.nbytes))
+        group.places_b.append((*place_b, b.nbytes))
+        # The result is not known yet. It is replaced below.
+        are_equal.append(True)
 
-    for stores, (numbers, *places) in by_stores.items():
-        names_a = [pairs[number][0].name for number in numbers]
-        names_b = [pairs[number][1].name for number in numbers]
-        side_a = StoreRanges(stores[0], Ranges.from_tuples(places[0]), names_a.__getitem__)
-        side_b = StoreRanges(stores[1], Ranges.from_tuples(places[1]), names_b.__getitem__)
-        are_equal = compare_ranges(side_a, side_b, progress, threads=threads)
-        for number, is_equal in zip(numbers, are_equal.tolist(), strict=True):
-            same[number] = is_equal
-    return same
+    for (store_a, store_b), group in groups.items():
+        names_a = [pairs[pair_index][0].name for pair_index in group.pair_indices]
+        names_b = [pairs[pair_index][1].name for pair_index in group.pair_indices]
+        side_a = StoreRanges(store_a, Ranges.from_tuples(group.places_a), names_a.__getitem__)
+        side_b = StoreRanges(store_b, Ranges.from_tuples(group.places_b), names_b.__getitem__)
+        has_same_bytes = compare_ranges(side_a, side_b, progress, threads=threads)
+        for pair_index, is_equal in zip(group.pair_indices, has_same_bytes.tolist(), strict=True):
+            are_equal[pair_index] = is_equal
+    return are_equal
 
 
 def compare_ranges(
     a: StoreRanges, b: StoreRanges, progress: Progress | None = None, *, threads: int | None = None
 ) -> Bools:
-    """Return for each range of `a` whether it has the bytes of the range of `b` with its number.
+    """Return for each range of `a` whether it has the same bytes as the range of `b` with its index.
 
-    The two ranges are equally long. Progress is counted as in `compare_bytes`.
+    Args:
+        a: The ranges of one side.
+        b: As many ranges of the other side, with the same lengths.
+        progress: See `compare_bytes`.
+        threads: The number of threads.
     """
-    comparison = _Comparison(a, b, progress)
-    tasks = [partial(comparison.compare, *batch) for batch in _cut_batches(a.ranges)]
+    comparison = _RangeComparison(a, b, progress)
+    tasks = [partial(comparison.compare, batch) for batch in _cut_batches(a.ranges)]
     run_reads(tasks, threads or DEFAULT_THREADS, stores=[a.store, b.store])
-    return comparison.same
+    return comparison.are_equal
 
 
-def _cut_batches(ranges: Ranges) -> Iterator[tuple[Ints, int, int]]:
-    """Yield batches of whole ranges, with 0 and -1; and pieces of one range, with their first byte and length."""
+def _cut_batches(ranges: Ranges) -> Iterator[_RangeBatch]:
+    """Cut long ranges into pieces, and group short neighbors."""
     is_long = ranges.nbytes > SIDE.block_nbytes
-    for number in np.flatnonzero(is_long).tolist():
-        nbytes = ranges.nbytes.item(number)
-        for begin in range(0, nbytes, SIDE.block_nbytes):
-            yield np.array([number]), begin, min(SIDE.block_nbytes, nbytes - begin)
+    for range_index in np.flatnonzero(is_long).tolist():
+        nbytes = ranges.nbytes.item(range_index)
+        for start in range(0, nbytes, SIDE.block_nbytes):
+            piece_nbytes = min(SIDE.block_nbytes, nbytes - start)
+            yield _RangeBatch(np.array([range_index]), start, np.array([piece_nbytes]))
 
-    (numbers,) = ((ranges.nbytes > 0) & ~is_long).nonzero()
-    order = np.lexsort((ranges.starts[numbers], ranges.files[numbers]))
-    numbers = numbers[order]
-    reach = ranges.nbytes[numbers].cumsum()
-    first = before = 0
-    while first < len(numbers):
-        last = int(reach.searchsorted(before + SIDE.block_nbytes, side="right"))
-        last = min(max(last, first + 1), first + BATCH_RANGES)
-        yield numbers[first:last], 0, -1
-        first, before = last, reach.item(last - 1)
+    short_indices = np.flatnonzero((ranges.nbytes > 0) & ~is_long)
+    order = np.lexsort((ranges.starts[short_indices], ranges.files[short_indices]))
+    short_indices = short_indices[order]
+    short_nbytes = ranges.nbytes[short_indices]
+    total_nbytes = short_nbytes.cumsum()
+    first = 0
+    nbytes_before = 0
+    while first < len(short_indices):
+        limit_nbytes = nbytes_before + SIDE.block_nbytes
+        stop = int(total_nbytes.searchsorted(limit_nbytes, side="right"))
+        stop = min(stop, first + MAX_BATCH_RANGES)
+        yield _RangeBatch(short_indices[first:stop], 0, short_nbytes[first:stop])
+        first = stop
+        nbytes_before = total_nbytes.item(stop - 1)
 
 
-class _Comparison:
+class _RangeComparison:
+    """The results of comparing ranges, while several threads compare batches of them."""
+
     def __init__(self, a: StoreRanges, b: StoreRanges, progress: Progress | None) -> None:
-        self._a, self._b = a, b
-        self.same: Bools = np.ones(len(a.ranges), np.bool_)
-        self._left_nbytes = a.ranges.nbytes.copy()
+        self.are_equal: Bools = np.ones(len(a.ranges), np.bool_)
+        """For each range, whether no difference has been seen."""
+        self._a = a
+        self._b = b
+        self._remaining_nbytes = a.ranges.nbytes.copy()
         self._progress = progress
         self._lock = threading.Lock()
 
-    def compare(self, numbers: Ints, begin: int, nbytes: int) -> None:
-        """Compare a batch of `_cut_batches`."""
-        numbers = numbers[self.same[numbers]]
-        if not len(numbers):
+    def compare(self, batch: _RangeBatch) -> None:
+        """Read a batch from both sides and compare it."""
+        # If another piece of a long range has differed, there is nothing left to find out.
+        is_open = self.are_equal[batch.range_indices]
+        if not is_open.any():
             return
-        lengths = self._a.ranges.nbytes[numbers] if nbytes < 0 else np.array([nbytes])
-        left, right = (self._read(side, numbers, begin, lengths) for side in (self._a, self._b))
-        are_equal: Bools = np.ones(len(numbers), np.bool_)
-        if not np.array_equal(left, right):
-            are_equal = ~np.logical_or.reduceat(left != right, lengths.cumsum() - lengths)
+        range_indices = batch.range_indices[is_open]
+        nbytes = batch.nbytes[is_open]
+        bytes_a = _read_batch(self._a, range_indices, batch.piece_start, nbytes)
+        bytes_b = _read_batch(self._b, range_indices, batch.piece_start, nbytes)
+        has_difference: Bools = np.zeros(len(range_indices), np.bool_)
+        if not np.array_equal(bytes_a, bytes_b):
+            starts = nbytes.cumsum() - nbytes
+            has_difference = np.logical_or.reduceat(bytes_a != bytes_b, starts)
 
         with self._lock:
-            self.same[numbers[~are_equal]] = False
-            self._left_nbytes[numbers] -= lengths
-            done = numbers[self.same[numbers] & (self._left_nbytes[numbers] == 0)]
-        if len(done) and self._progress is not None:
-            self._progress(2 * int(self._a.ranges.nbytes[done].sum()))
+            self.are_equal[range_indices[has_difference]] = False
+            self._remaining_nbytes[range_indices] -= nbytes
+            is_finished = self._remaining_nbytes[range_indices] == 0
+            finished_equal = range_indices[self.are_equal[range_indices] & is_finished]
+        if len(finished_equal) and self._progress is not None:
+            self._progress(2 * int(self._a.ranges.nbytes[finished_equal].sum()))
 
-    def _read(self, side: StoreRanges, numbers: Ints, begin: int, lengths: Ints) -> np.ndarray:
-        ranges = side.ranges
-        wanted = Ranges(ranges.keys, ranges.files[numbers], ranges.starts[numbers] + begin, lengths)
-        return read_to_scratch(
-            side.store, wanted, lambda position: side.name(numbers.item(position)), policy=SIDE
-        )
+
+def _read_batch(side: StoreRanges, range_indices: Ints, start: int, nbytes: Ints) -> np.ndarray:
+    """Read ranges of one side, one after the other into one array.
+
+    Args:
+        side: The side.
+        range_indices: The ranges.
+        start: How many bytes of each range are skipped.
+        nbytes: How many bytes of each range are read after that.
+    """
+    ranges = side.ranges
+    starts = ranges.starts[range_indices] + start
+    batch_ranges = Ranges(ranges.keys, ranges.files[range_indices], starts, nbytes)
+    return read_to_scratch(
+        side.store,
+        batch_ranges,
+        lambda batch_index: side.name(range_indices.item(batch_index)),
+        policy=SIDE,
+    )

@@ -1,7 +1,7 @@
-"""The digest of a whole file, as it stands in a seal: `xxh3-128:…` or `sha256:…`, its bytes read once and in order.
-`git-sha1:…` is the id that git gives to the content of a file.
+"""The digest of a whole file, as a seal records it: `xxh3-128:…`, `sha256:…` or `git-sha1:…`.
 
-Both algorithms release the interpreter lock, so several files are digested at once. Here XXH3 takes 10 GB/s, SHA-256 1.1 GB/s.
+All algorithms release the interpreter lock, so that several files are digested at the same time.
+XXH3 reaches 10 GB/s on one core, SHA-256 1.1 GB/s.
 """
 
 from __future__ import annotations
@@ -11,17 +11,22 @@ from typing import Protocol
 
 from holdfast.engine.checksums import Progress
 
-BLOCK = (
-    1 << 20
-)  # Bytes at a time: they stay in the second-level cache between the reading and the digest.
+BLOCK_NBYTES = 1 << 20
+"""How many bytes are read at a time. They stay in the cache of a core until they are digested."""
 
 GIT_SHA1 = "git-sha1"
-"""SHA-1 of `blob`, the length, a zero byte and the content."""
+"""The id that git gives to a file: the SHA-1 of `blob`, a space, the length, a zero byte and the
+content."""
 
 
-class Hash(Protocol):
-    def update(self, data: bytes | memoryview, /) -> None: ...
-    def hexdigest(self) -> str: ...
+class HashState(Protocol):
+    """A hash that has received some of its bytes, as in `hashlib`."""
+
+    def update(self, data: bytes | memoryview, /) -> None:
+        """Add bytes."""
+
+    def hexdigest(self) -> str:
+        """Return the digest of all bytes that were added."""
 
 
 def digest_file(
@@ -31,22 +36,32 @@ def digest_file(
     *,
     nbytes: int = 0,
 ) -> tuple[str, int]:
-    """The digest, under its name, of all that `read(nbytes, offset)` gives until it gives nothing; and how many bytes that were.
+    """Read a file from start to end, and return its digest and its length.
 
-    `git-sha1` needs the length of the file in advance, as `nbytes`.
+    Args:
+        algorithm: `xxh3-128`, `sha256` or `git-sha1`.
+        read: Reads a file: `read(nbytes, offset)` returns at most so many bytes, and no bytes at the
+            end of the file.
+        progress: Called with the length of each block.
+        nbytes: The length of the file. Only `git-sha1` needs it.
+
+    Returns:
+        The digest after the name of its algorithm and a colon, and the bytes that were read.
     """
-    state, done = _new(algorithm), 0
+    state = _start_hash(algorithm)
     if algorithm == GIT_SHA1:
         state.update(b"blob %d\0" % nbytes)
-    while block := read(BLOCK, done):
+    offset = 0
+    while block := read(BLOCK_NBYTES, offset):
         state.update(block)
-        done += len(block)
+        offset += len(block)
         if progress is not None:
             progress(len(block))
-    return f"{algorithm}:{state.hexdigest()}", done
+    return f"{algorithm}:{state.hexdigest()}", offset
 
 
-def _new(algorithm: str) -> Hash:
+def _start_hash(algorithm: str) -> HashState:
+    """Return the hash of no bytes. The libraries are imported here, because few callers need them."""
     if algorithm == "sha256":
         from hashlib import sha256
 
