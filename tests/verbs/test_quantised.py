@@ -80,10 +80,10 @@ def test_a_broken_scale_is_found_at_the_element_of_its_block(scale, tmp_path, ca
 def test_blocks_that_cannot_be_decoded_have_no_numbers_and_a_note(capsys):
     report = holdfast.stats(TINY)
     assert "blk.1.IQ2_XXS" not in [row.name for row in report]
-    assert any("IQ2_XXS, which cannot be decoded" in note for note in report.notes)
+    assert any("IQ2_XXS blocks cannot be decoded" in note for note in report.notes)
     assert not any("dequantize" in note for note in report.notes)
     assert main(["stats", str(TINY), "--bins", "0"]) == 0
-    assert "IQ2_XXS, which cannot be decoded" in capsys.readouterr().out
+    assert "IQ2_XXS blocks cannot be decoded" in capsys.readouterr().out
     assert main(["stats", str(TINY), "--json"]) == 0
     assert "IQ2_XXS" in json.loads(capsys.readouterr().out)["notes"][0]
 

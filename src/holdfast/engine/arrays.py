@@ -89,20 +89,24 @@ def describe_arrays(values: list[object]) -> TensorColumns:
     roots: list[np.ndarray] = []
     kinds: list[RowKind] = []
     kind_indices: list[int] = []
-    known_kinds: dict[tuple[object, ...], int] = {}
+    known_kinds: dict[tuple[object, ...], int | None] = {}
     for row, array in enumerate(cast("list[np.ndarray]", values)):
         root = array
         if isinstance(array.base, np.ndarray):
             root = array.base
-        dtype = _find_file_dtype(array.dtype)
-        if dtype is None or not _is_root(root):
+        if not _is_root(root):
             continue
-        kind_key = (dtype, array.shape, array.strides, root.nbytes)
-        kind_index = known_kinds.get(kind_key)
+        # There are few kinds, so everything that depends on the kind alone is done once for each.
+        kind_key = (array.dtype, array.shape, array.strides, root.nbytes)
+        if kind_key not in known_kinds:
+            dtype = _find_file_dtype(array.dtype)
+            known_kinds[kind_key] = None
+            if dtype is not None:
+                known_kinds[kind_key] = len(kinds)
+                kinds.append(_make_kind(dtype, array.shape, array.strides, root.nbytes))
+        kind_index = known_kinds[kind_key]
         if kind_index is None:
-            kind_index = len(kinds)
-            known_kinds[kind_key] = kind_index
-            kinds.append(_make_kind(dtype, array.shape, array.strides, root.nbytes))
+            continue
         rows.append(row)
         arrays.append(array)
         roots.append(root)
@@ -125,12 +129,9 @@ def describe_arrays(values: list[object]) -> TensorColumns:
 
 def _is_root(array: np.ndarray) -> bool:
     """Return whether an array is not a view of another array, and has no gaps between elements."""
-    return (
-        type(array) is np.ndarray
-        and not isinstance(array.base, np.ndarray)
-        and array.flags.forc
-        and not array.dtype.hasobject
-    )
+    is_view = array.base is not None and isinstance(array.base, np.ndarray)
+    is_plain = type(array) is np.ndarray and not array.dtype.hasobject
+    return is_plain and array.flags.forc and not is_view
 
 
 def _group_by_memory(roots: Sequence[np.ndarray]) -> tuple[list[int], list[np.ndarray]]:

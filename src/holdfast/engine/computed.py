@@ -1,8 +1,9 @@
-"""Tensors whose bytes are computed when they are read: a cast, a repacking, the numbers that quantised blocks stand for.
+"""Tensors whose elements are computed when they are read: casts, and decoded quantized blocks.
 
-A computed tensor is an ordinary lazy tensor over a storage that exists nowhere. Reading a range of that storage reads the
-elements behind it from the original, applies the function, and gives the bytes of the result. So everything that moves tensors
-(slices, digests, saves, under any memory budget) works on computed ones without knowing.
+A computed tensor is an ordinary lazy tensor, but no file has its storage. To read a range of this
+storage means to read the elements of the original tensor that it depends on, and to apply a
+function to them. So slices, checksums and saves work on computed tensors as on any others, within
+the same limit of memory.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain
 from weakref import ref
 
 import numpy as np
@@ -37,114 +37,175 @@ from holdfast.numeric.dequantize import BLOCK_TYPES, BlockType
 from holdfast.stores.virtual import Virtual, VirtualFile, tensor_stamp
 
 Compute = Callable[[np.ndarray], np.ndarray]
-Observe = Callable[
-    [np.ndarray, np.ndarray], None
-]  # Sees elements and what was computed of them, on any thread.
+"""Computes new elements of original ones, element by element."""
+
+Observe = Callable[[np.ndarray, np.ndarray], None]
+"""Receives original elements and what was computed of them. Any thread may call it."""
+
+ObserveRows = Callable[[Sequence[str], Ints, np.ndarray, np.ndarray], None]
+"""Receives the names of several tensors, the index of the first element of each, the elements of all
+of them in one array, and what was computed of these. Any thread may call it."""
+
+DECODED_ELEMENTS = 1 << 18
+"""How many elements of quantized blocks are decoded at a time, so that all arrays that are needed
+for it stay in the cache."""
 
 
 def read_flat_elements(
     tensor: LazyTensor, start: int, stop: int, *, out: np.ndarray | None = None
 ) -> np.ndarray:
-    """The elements [start, stop) of a tensor in C order, as a 1-D array; in `out`, where there is one."""
-    out = np.empty(stop - start, tensor.dtype.numpy) if out is None else out
+    """Read consecutive elements of a tensor in C order.
+
+    Args:
+        tensor: The tensor.
+        start: The index of the first element, counted through the whole tensor.
+        stop: The index after the last element.
+        out: A one-dimensional array to read into. None for a new array.
+
+    Returns:
+        The elements, as a one-dimensional array.
+    """
+    if out is None:
+        out = np.empty(stop - start, tensor.dtype.numpy)
     source = tensor.source
-    # By one call, of a file on this machine with whole bytes an element.
-    whole = source.store.read_profile.is_file and out.dtype.itemsize * 8 == tensor.dtype.bits
-    if isinstance(source, OpenSource) and len(out) < tensor.size and whole:
-        place = find_contiguous_bytes(tensor)
-        if place is not None:
-            # A plan for each megabyte would take half as long as to copy it, with the interpreter's lock.
+    itemsize = out.dtype.itemsize
+    is_unpacked = itemsize * 8 == tensor.dtype.bits
+    # A part of a tensor in a local file is read by one call. To plan the read of a megabyte takes
+    # half as long as to copy it, and holds the interpreter lock.
+    if (
+        isinstance(source, OpenSource)
+        and source.store.read_profile.is_file
+        and is_unpacked
+        and len(out) < tensor.size
+    ):
+        position = find_contiguous_bytes(tensor)
+        if position is not None:
+            key, tensor_start = position
             with error_context(tensor=tensor.name):
-                source.store.read(
-                    place[0], place[1] + start * out.dtype.itemsize, byte_row(out).data
-                )
+                source.store.read(key, tensor_start + start * itemsize, byte_row(out).data)
             source.read_nbytes += out.nbytes
             return out
-    requests, at = [], 0
+
+    requests: list[Request] = []
+    box_start = 0
     for box in run_boxes(tensor.shape, start, stop):
-        part = tensor[box.slices] if box.rank else tensor
-        requests.append(Request(part, out[at : at + part.size].reshape(part.shape)))
-        at += part.size
+        box_tensor = tensor
+        # A tensor without dimensions cannot be sliced.
+        if box.rank:
+            box_tensor = tensor[box.slices]
+        box_stop = box_start + box_tensor.size
+        box_out = out[box_start:box_stop].reshape(box_tensor.shape)
+        requests.append(Request(box_tensor, box_out))
+        box_start = box_stop
     source.read(requests)
     return out
 
 
-class Seen:
-    """Which elements of a row were seen before: a tensor may be read twice, in blocks that begin elsewhere."""
+class SeenElements:
+    """Remembers which elements of a tensor were seen before. Threads may share it.
+
+    A tensor may be read twice, in blocks that start at other elements the second time.
+    """
 
     def __init__(self) -> None:
+        """Start without any element."""
         self._starts: list[int] = []
         self._stops: list[int] = []
+        """The ranges that were seen, ascending. They do not touch each other."""
         self._lock = threading.Lock()
 
     def add(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Mark a range, and give back the parts of it that were not marked.
+        """Add a range of elements, and return the ranges of it that were not seen before.
 
-        >>> seen = Seen()
+        >>> seen = SeenElements()
         >>> seen.add(0, 4), seen.add(6, 9), seen.add(3, 10), seen.add(1, 9)
         ([(0, 4)], [(6, 9)], [(4, 6), (9, 10)], [])
         """
         if start >= stop:
             return []
         with self._lock:
-            first, last = (
-                bisect_left(self._stops, start),
-                bisect_right(self._starts, stop),
-            )  # those that it touches
-            touched = list(zip(self._starts[first:last], self._stops[first:last], strict=True))
-            fresh, at = [], start
-            for begin, end in touched:
-                if at < begin:
-                    fresh.append((at, begin))
-                at = max(at, end)
-            if at < stop:
-                fresh.append((at, stop))
-            self._starts[first:last] = [min([start, *(begin for begin, _ in touched)])]
-            self._stops[first:last] = [max([stop, *(end for _, end in touched)])]
-            return fresh
+            # The ranges that overlap or touch the new one become one range with it.
+            first = bisect_left(self._stops, start)
+            last = bisect_right(self._starts, stop)
+            merged_starts = self._starts[first:last]
+            merged_stops = self._stops[first:last]
+            unseen: list[tuple[int, int]] = []
+            unseen_start = start
+            for seen_start, seen_stop in zip(merged_starts, merged_stops, strict=True):
+                if unseen_start < seen_start:
+                    unseen.append((unseen_start, seen_start))
+                unseen_start = max(unseen_start, seen_stop)
+            if unseen_start < stop:
+                unseen.append((unseen_start, stop))
+            self._starts[first:last] = [min([start, *merged_starts])]
+            self._stops[first:last] = [max([stop, *merged_stops])]
+            return unseen
+
+
+def _find_units(start: int, nbytes: int, unit_nbytes: int) -> tuple[int, int]:
+    """Return the first unit of a fixed size that a range of bytes touches, and the one after the last."""
+    return start // unit_nbytes, -(-(start + nbytes) // unit_nbytes)
 
 
 class Computation(Value, frozen=True, eq=False):
+    """How the storage of one computed tensor is read."""
+
     original: LazyTensor
     dtype: DType
+    """The dtype of the computed elements."""
     compute: Compute
     observe: Observe | None
-    seen: Seen
+    seen: SeenElements
+    """The elements that `observe` has received. It receives each of them once."""
 
     def read(self, start: int, out: memoryview) -> None:
-        width = self.dtype.bits // 8
-        first, last = start // width, -(-(start + out.nbytes) // width)
-        elements = read_flat_elements(self.original, first, last)
+        """Fill `out` with the bytes of the storage from `start` on."""
+        itemsize = self.dtype.bits // 8
+        first, stop = _find_units(start, out.nbytes, itemsize)
+        elements = read_flat_elements(self.original, first, stop)
         with computing():
-            made = np.ascontiguousarray(self.compute(elements), self.dtype.numpy)
+            computed = np.ascontiguousarray(self.compute(elements), self.dtype.numpy)
             if self.observe is not None:
-                for begin, end in self.seen.add(first, last):
-                    self.observe(
-                        elements[begin - first : end - first], made[begin - first : end - first]
-                    )
-            begin = start - first * width
-            out[:] = made.view(np.uint8).data[begin : begin + out.nbytes]
+                for unseen_start, unseen_stop in self.seen.add(first, stop):
+                    unseen = slice(unseen_start - first, unseen_stop - first)
+                    self.observe(elements[unseen], computed[unseen])
+            skipped_nbytes = start - first * itemsize
+            out[:] = byte_row(computed).data[skipped_nbytes : skipped_nbytes + out.nbytes]
 
 
 class SourcedStore(Virtual):
-    """A virtual store that makes tensors over itself. They keep their source, and it keeps the store; nothing else keeps it."""
+    """A virtual store that makes lazy tensors over its own entries.
 
-    _given: ref[OpenSource] | None = None
+    The tensors keep their source alive, and the source keeps this store alive. The store itself
+    refers to the source weakly: a cycle would keep all memory until the garbage collector runs.
+    """
+
+    _source_ref: ref[OpenSource] | None = None
 
     @property
     def source(self) -> OpenSource:
-        """The source of its tensors: the same one, for as long as one of them has it."""
-        found = None if self._given is None else self._given()
-        if found is None:
-            found = OpenSource(self, threads=1)
-            self._given = ref(found)
-        return found
+        """The source of the tensors. It stays the same as long as one of them exists."""
+        source = None
+        if self._source_ref is not None:
+            source = self._source_ref()
+        if source is None:
+            source = OpenSource(self, threads=1)
+            self._source_ref = ref(source)
+        return source
+
+    def add_tensor(
+        self, name: str, dtype: DType, shape: tuple[int, ...], entry: VirtualFile
+    ) -> LazyTensor:
+        """Return a tensor whose C-ordered elements are the content of a new entry."""
+        storage = Storage(self.put(entry), 0, entry.size(), label=name, home=self)
+        return LazyTensor.contiguous(name, dtype, shape, storage, self.source)
 
 
 class ComputedTensors(SourcedStore):
-    """A store of computed tensors, and the source that reads them."""
+    """A store of computed tensors."""
 
     def __init__(self) -> None:
+        """Create a store without tensors."""
         super().__init__("<computed>")
 
     def make_tensor(
@@ -154,193 +215,258 @@ class ComputedTensors(SourcedStore):
         compute: Compute,
         *,
         observe: Observe | None = None,
-        seen: Seen | None = None,
+        seen: SeenElements | None = None,
     ) -> LazyTensor:
-        """The tensor of the same shape whose elements are `compute` of the original's. `compute` works element by element.
-        `observe` sees every element that is computed, once, however often it is read."""
+        """Return a tensor of the same shape whose elements are computed of the original's.
+
+        Args:
+            original: The tensor to read.
+            dtype: The dtype of the computed elements.
+            compute: Computes them.
+            observe: Receives every element once, however often it is read.
+            seen: The elements that `observe` has received before. None if there are none.
+
+        Raises:
+            Unsupported: Elements of this dtype share bytes.
+        """
         if dtype.packed:
             raise Unsupported(
                 f"elements of {dtype} share bytes and cannot be computed one by one",
                 tensor=original.name,
             )
-        nbytes, made = (
-            dtype.nbytes(original.size),
-            Computation(original, dtype, compute, observe, seen or Seen()),
-        )
-        # As many elements are read, of another width.
+        computation = Computation(original, dtype, compute, observe, seen or SeenElements())
         entry = VirtualFile(
-            nbytes,
-            made.read,
+            dtype.nbytes(original.size),
+            computation.read,
             stamp=partial(tensor_stamp, original),
             read_nbytes=original.dtype.nbytes(original.size),
         )
-        storage = Storage(self.put(entry), 0, nbytes, label=original.name, home=self)
-        tensor = LazyTensor.contiguous(original.name, dtype, original.shape, storage, self.source)
-        # The flags for conjugated and negated elements are resolved by reading the original.
+        tensor = self.add_tensor(original.name, dtype, original.shape, entry)
+        # Reading the original resolves its flags for conjugated and negated elements.
         return replace(tensor, traits=replace(original.traits, conj=False, neg=False))
 
 
-ObserveEach = Callable[[Sequence[str], Ints, np.ndarray, np.ndarray], None]
-"""Sees the names of several originals, where the elements of each begin in a row, these elements, and what was computed of them."""
-
-
 class ElementwiseComputation(Value, frozen=True, eq=False):
+    """A computation for many tensors of one dtype, such as a cast."""
+
     origin: DType
+    """The dtype of the original elements."""
     dtype: DType
+    """The dtype of the computed elements."""
     compute: Compute
-    observe: ObserveEach
+    observe: ObserveRows
 
 
 class ComputedStorages:
-    """The storages of a medium, and behind them those that are computed of tensors: of many short ones together, of a long one a
-    block at a time. The elements of each tensor are in C order there."""
+    """The storages of a table, followed by storages that are computed of tensors.
+
+    A computed storage has the elements of its tensor in C order. Many short ones are computed
+    together, a long one is computed a block at a time.
+    """
+
+    can_read_ranges = False
 
     def __init__(
         self,
         origin: Storages,
-        ways: Sequence[ElementwiseComputation],
-        way: Sequence[int],
-        tensors: Sequence[LazyTensor],
+        computations: Sequence[ElementwiseComputation],
+        computation_indices: Sequence[int],
+        originals: Sequence[LazyTensor],
     ) -> None:
-        """`way` says of each tensor how it is computed: a position in `ways`."""
-        self._origin, self._ways, self._tensors = origin, ways, tensors
-        self._first = len(origin.nbytes)
-        self._way = np.concatenate([np.full(self._first, -1), np.array(way, np.int64)])
-        sizes = [
-            tensor.size * ways[number].dtype.numpy.itemsize
-            for tensor, number in zip(tensors, way, strict=True)
-        ]
-        self.nbytes: Ints = np.concatenate([origin.nbytes, np.array(sizes, np.int64)])
-        self.read_nbytes: Ints = np.concatenate(
-            [origin.read_nbytes, np.array([tensor.nbytes for tensor in tensors], np.int64)]
-        )
-        self.stores = tuple(
-            dict.fromkeys((*origin.stores, *(tensor.source.store for tensor in tensors)))
-        )
-        self._computed = ComputedTensors()
-        self._rows: dict[int, tuple[LazyTensor, Seen]] = {}
-        """Of storages that were asked for by themselves: all elements, and which of them were seen."""
-        self._seen = np.zeros(len(self._way), np.bool_)  # Storages of which all elements were seen.
-        self._lock = threading.Lock()
+        """Append computed storages to others.
 
-    can_read_ranges = False
+        Args:
+            origin: The storages that are not computed. They keep their indices.
+            computations: The computations.
+            computation_indices: The computation of each original, as an index into `computations`.
+            originals: The tensors that the new storages are computed of, in the order of these.
+        """
+        self._origin = origin
+        self._originals = originals
+        self._computations = computations
+        self._first_computed = len(origin.nbytes)
+        """The index of the first computed storage."""
+        self._computation_indices: Ints = np.concatenate(
+            [np.full(self._first_computed, -1), np.array(computation_indices, np.int64)]
+        )
+        """The computation of each storage; -1 for storages that are not computed."""
+        sizes: list[int] = []
+        for original, index in zip(originals, computation_indices, strict=True):
+            sizes.append(original.size * computations[index].dtype.numpy.itemsize)
+        original_nbytes = np.array([original.nbytes for original in originals], np.int64)
+        self.nbytes: Ints = np.concatenate([origin.nbytes, np.array(sizes, np.int64)])
+        self.read_nbytes: Ints = np.concatenate([origin.read_nbytes, original_nbytes])
+        original_stores = [original.source.store for original in originals]
+        self.stores = tuple(dict.fromkeys((*origin.stores, *original_stores)))
+
+        self._store = ComputedTensors()
+        self._tensors: dict[int, tuple[LazyTensor, SeenElements]] = {}
+        """Computed storages that are read by lazy tensors, a block at a time. Each has the elements
+        of the tensor that were observed."""
+        self._is_observed = np.zeros(len(self.nbytes), np.bool_)
+        """The storages of which all elements were observed, in a batch with others."""
+        self._lock = threading.Lock()
+        """Protects `_tensors` and `_is_observed`."""
+
+    def read(self, storage_indices: Sequence[int]) -> Sequence[BytesLike]:
+        """Read whole storages, all together."""
+        contents = self._read_originals(storage_indices)
+        requested = np.array(storage_indices, np.int64)
+        computation_indices = self._computation_indices[requested]
+        for computation_index in np.unique(computation_indices).tolist():
+            if computation_index < 0:
+                continue
+            computation = self._computations[computation_index]
+            positions = np.flatnonzero(computation_indices == computation_index)
+            original_bytes = b"".join([contents[position] for position in positions.tolist()])
+            elements = np.frombuffer(original_bytes, computation.origin.numpy)
+            with computing():
+                computed = np.ascontiguousarray(
+                    computation.compute(elements), computation.dtype.numpy
+                )
+                self._observe(computation, requested[positions], elements, computed)
+
+            data = byte_row(computed).data
+            start = 0
+            for position in positions.tolist():
+                stop = start + self.nbytes.item(storage_indices[position])
+                contents[position] = data[start:stop]
+                start = stop
+        return contents
 
     def read_ranges(
-        self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
+        self, storage_indices: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
     ) -> Sequence[BytesLike]:
+        """Not available, as `can_read_ranges` says."""
         raise NotImplementedError
 
-    def read(self, numbers: Sequence[int]) -> Sequence[BytesLike]:
-        pieces = self._originals(numbers)
-        wanted = np.array(numbers, np.int64)
-        ways = self._way[wanted]
-        for number in np.unique(ways[ways >= 0]).tolist():
-            way, places = self._ways[number], np.flatnonzero(ways == number)
-            elements = np.frombuffer(
-                b"".join([pieces[place] for place in places.tolist()]), way.origin.numpy
-            )
-            with computing():
-                made = np.ascontiguousarray(way.compute(elements), way.dtype.numpy)
-                self._observe(way, wanted[places], elements, made)
-            data, stops = made.view(np.uint8).data, np.cumsum(self.nbytes[wanted[places]])
-            each = zip(places.tolist(), [0, *stops.tolist()], stops.tolist(), strict=False)
-            for place, start, stop in each:
-                pieces[place] = data[start:stop]
-        return pieces
+    def _read_originals(self, storage_indices: Sequence[int]) -> list[BytesLike]:
+        """Read the bytes of storages that are not computed, and of the originals of all others."""
+        stored_positions: list[int] = []
+        computed_positions: list[int] = []
+        for position, index in enumerate(storage_indices):
+            if index < self._first_computed:
+                stored_positions.append(position)
+            else:
+                computed_positions.append(position)
 
-    def _originals(self, numbers: Sequence[int]) -> list[BytesLike]:
-        first = self._first
-        here = [at for at, number in enumerate(numbers) if number < first]
+        contents: list[BytesLike] = [b""] * len(storage_indices)
+        stored_indices = [storage_indices[position] for position in stored_positions]
         try:
-            found = self._origin.read([numbers[at] for at in here])
+            stored_contents = self._origin.read(stored_indices)
         except StorageMoved as moved:
-            raise StorageMoved(here[moved.request_index]) from None
-        if len(here) == len(numbers):
-            return [*found]
-        pieces: list[BytesLike] = [b""] * len(numbers)
-        others = [at for at, number in enumerate(numbers) if number >= first]
-        arrays = read_tensors([self._tensors[numbers[at] - first] for at in others])
-        for at, piece in chain(
-            zip(here, found, strict=True),
-            zip(others, [byte_row(array).data for array in arrays], strict=True),
-        ):
-            pieces[at] = piece
-        return pieces
+            # The error counts only the storages that are not computed.
+            raise StorageMoved(stored_positions[moved.request_index]) from None
+        for position, content in zip(stored_positions, stored_contents, strict=True):
+            contents[position] = content
+
+        originals: list[LazyTensor] = []
+        for position in computed_positions:
+            originals.append(self._originals[storage_indices[position] - self._first_computed])
+        for position, array in zip(computed_positions, read_tensors(originals), strict=True):
+            contents[position] = byte_row(array).data
+        return contents
 
     def _observe(
-        self, way: ElementwiseComputation, numbers: Ints, elements: np.ndarray, made: np.ndarray
+        self,
+        computation: ElementwiseComputation,
+        storage_indices: Ints,
+        elements: np.ndarray,
+        computed: np.ndarray,
     ) -> None:
-        counts = self.nbytes[numbers] // way.dtype.numpy.itemsize
-        filled = counts > 0
-        numbers, counts = numbers[filled], counts[filled]
+        """Show the elements of storages to the observer, except those that it has received before.
+
+        Args:
+            computation: The computation of these storages.
+            storage_indices: The storages.
+            elements: The original elements of all these storages, one storage behind the other.
+            computed: The computed elements.
+        """
+        counts = self.nbytes[storage_indices] // computation.dtype.numpy.itemsize
+        storage_indices = storage_indices[counts > 0]
+        counts = counts[counts > 0]
         starts = np.cumsum(counts) - counts
         with self._lock:
-            again, known = self._seen[numbers], np.isin(numbers, [*self._rows])
-            self._seen[numbers] = True
-        fresh = ~(again | known)
-        if fresh.any():
-            names, kept = self._named(numbers[fresh]), np.repeat(fresh, counts)
-            every = fresh.all()
-            own = np.cumsum(counts[fresh]) - counts[fresh]
-            way.observe(
-                names, own, elements if every else elements[kept], made if every else made[kept]
+            was_observed = self._is_observed[storage_indices]
+            has_tensor = np.isin(storage_indices, list(self._tensors))
+            self._is_observed[storage_indices] = True
+
+        is_new = ~(was_observed | has_tensor)
+        if is_new.all():
+            computation.observe(self._list_names(storage_indices), starts, elements, computed)
+        elif is_new.any():
+            new_counts = counts[is_new]
+            new_starts = np.cumsum(new_counts) - new_counts
+            is_new_element = np.repeat(is_new, counts)
+            computation.observe(
+                self._list_names(storage_indices[is_new]),
+                new_starts,
+                elements[is_new_element],
+                computed[is_new_element],
             )
-        for at in np.flatnonzero(known & ~again).tolist():
-            number = int(numbers[at])
-            for low, high in self._rows[number][1].add(0, int(counts[at])):
-                part = slice(int(starts[at]) + low, int(starts[at]) + high)
-                way.observe(
-                    self._named(numbers[at : at + 1]),
-                    np.zeros(1, np.int64),
-                    elements[part],
-                    made[part],
+
+        # A storage that has a tensor may have been observed in part.
+        for position in np.flatnonzero(has_tensor & ~was_observed).tolist():
+            _, seen = self._tensors[storage_indices.item(position)]
+            names = self._list_names(storage_indices[position : position + 1])
+            start = starts.item(position)
+            for unseen_start, unseen_stop in seen.add(0, counts.item(position)):
+                unseen = slice(start + unseen_start, start + unseen_stop)
+                computation.observe(
+                    names, np.zeros(1, np.int64), elements[unseen], computed[unseen]
                 )
 
-    def _named(self, numbers: Ints) -> list[str]:
-        return [self._tensors[number - self._first].name for number in numbers.tolist()]
+    def _list_names(self, storage_indices: Ints) -> list[str]:
+        """Return the name of the original of each computed storage."""
+        return [self._originals[index - self._first_computed].name for index in storage_indices]
 
-    def _row(self, number: int) -> LazyTensor:
+    def _make_tensor(self, storage_index: int) -> LazyTensor:
+        """Return a computed storage as a lazy tensor. The same storage has the same tensor."""
         with self._lock:
-            if number not in self._rows:
-                way, seen = self._ways[self._way[number]], Seen()
-                original = self._tensors[number - self._first]
-                done = self._seen  # not `self`, which leads back here
+            if storage_index not in self._tensors:
+                computation = self._computations[self._computation_indices[storage_index]]
+                original = self._originals[storage_index - self._first_computed]
+                # `observe` must not refer to `self`, which refers to the tensor.
+                is_observed = self._is_observed
 
-                def observe(elements: np.ndarray, made: np.ndarray) -> None:
-                    if not done[number]:
-                        way.observe([original.name], np.zeros(1, np.int64), elements, made)
+                def observe(elements: np.ndarray, computed: np.ndarray) -> None:
+                    if not is_observed[storage_index]:
+                        first = np.zeros(1, np.int64)
+                        computation.observe([original.name], first, elements, computed)
 
-                self._rows[number] = (
-                    self._computed.make_tensor(
-                        original, way.dtype, way.compute, observe=observe, seen=seen
-                    ),
-                    seen,
+                seen = SeenElements()
+                tensor = self._store.make_tensor(
+                    original, computation.dtype, computation.compute, observe=observe, seen=seen
                 )
-            return self._rows[number][0]
+                self._tensors[storage_index] = (tensor, seen)
+            return self._tensors[storage_index][0]
 
-    def segment(self, number: int, label: str) -> bytes | Data | Memory:
-        if self._way[number] < 0:
-            return self._origin.segment(number, label)
-        return Data(self._row(number), label) if self.nbytes[number] else b""
+    def segment(self, storage_index: int, label: str) -> bytes | Data | Memory:
+        """Return one storage as a segment of a planned file, or `b""` if it is empty."""
+        if storage_index < self._first_computed:
+            return self._origin.segment(storage_index, label)
+        if not self.nbytes[storage_index]:
+            return b""
+        return Data(self._make_tensor(storage_index), label)
 
-    def lazy_tensor(self, number: int, kind: RowKind, name: str, offset: int) -> LazyTensor:
-        if self._way[number] < 0:
-            return self._origin.lazy_tensor(number, kind, name, offset)
-        row = self._row(number)
-        chunk = Chunk(Box.whole(kind.shape), row.chunks[0].storage, offset, kind.strides)
-        return LazyTensor(name, kind.dtype, kind.shape, (chunk,), row.source, kind.traits)
-
-
-RUN_ELEMENTS = (
-    1 << 18
-)  # Elements that are decoded at a time: what lies between the steps stays in the cache.
+    def lazy_tensor(self, storage_index: int, kind: RowKind, name: str, offset: int) -> LazyTensor:
+        """Make a lazy tensor over a storage. The first element lies at bit `offset` of it."""
+        if storage_index < self._first_computed:
+            return self._origin.lazy_tensor(storage_index, kind, name, offset)
+        tensor = self._make_tensor(storage_index)
+        chunk = Chunk(Box.whole(kind.shape), tensor.chunks[0].storage, offset, kind.strides)
+        return LazyTensor(name, kind.dtype, kind.shape, (chunk,), tensor.source, kind.traits)
 
 
 @validate_arguments
 def dequantize(tensor: LazyTensor) -> LazyTensor:
-    """A tensor of quantised blocks (`tensor.traits.blocks`, as GGUF has them) as float32, decoded when it is read.
+    """Return a tensor of quantized blocks as float32. It is decoded when it is read.
 
-    One that is not quantised comes back as it is. Slice the result: of the blocks themselves, only a whole tensor can be decoded.
+    Slice the result and not the blocks: of these, only a whole tensor can be decoded.
+
+    Args:
+        tensor: A tensor with `tensor.traits.blocks`, as GGUF has them. Any other tensor is returned
+            as it is.
     """
     if not isinstance(tensor, LazyTensor):
         raise BadArgumentType(
@@ -350,147 +476,175 @@ def dequantize(tensor: LazyTensor) -> LazyTensor:
 
 
 class DequantizedTensors(SourcedStore):
+    """A store of tensors that are decoded from quantized blocks."""
+
     def __init__(self) -> None:
+        """Create a store without tensors."""
         super().__init__("<dequantized>")
-        self._known: dict[ViewIdentity, LazyTensor] = {}
+        self._decoded: dict[ViewIdentity, LazyTensor] = {}
+        """The decoded tensors, by the elements of the originals."""
 
-    def decode_if_known(self, stored: LazyTensor) -> LazyTensor:
-        """What a tensor stands for; itself if it is in no blocks, or in blocks that cannot be decoded.
+    def decode_if_known(self, tensor: LazyTensor) -> LazyTensor:
+        """Return a tensor decoded, or as it is if it is not quantized or cannot be decoded.
 
-        Tensors with the same elements get the same numbers, which are stored once.
+        Tensors with the same elements share one decoded storage.
         """
-        if stored.traits.blocks is None:
-            return stored
-        view = identify_view(stored)
-        if view not in self._known:
+        if tensor.traits.blocks is None:
+            return tensor
+        view = identify_view(tensor)
+        if view not in self._decoded:
             try:
-                self._known[view] = self.decode(stored)
+                self._decoded[view] = self.decode(tensor)
             except Unsupported:
-                self._known[view] = stored
-        return replace(self._known[view], name=stored.name)
+                self._decoded[view] = tensor
+        return replace(self._decoded[view], name=tensor.name)
 
-    def copy_tensor(self, stored: LazyTensor) -> LazyTensor:
-        """The same elements as a tensor of this store, so that it can be joined with decoded ones."""
-        entry = VirtualFile(
-            stored.nbytes, partial(_copy_elements, stored), stamp=partial(tensor_stamp, stored)
-        )
-        storage = Storage(self.put(entry), 0, stored.nbytes, label=stored.name, home=self)
-        tensor = LazyTensor.contiguous(
-            stored.name, stored.dtype, stored.shape, storage, self.source
-        )
-        # The flags for conjugated and negated elements are resolved by reading the original.
-        return replace(tensor, traits=replace(stored.traits, conj=False, neg=False))
+    def copy_tensor(self, tensor: LazyTensor) -> LazyTensor:
+        """Return a tensor of this store with the same elements.
 
-    def decode(self, stored: LazyTensor) -> LazyTensor:
-        """What a tensor stands for; itself, where it is in no blocks."""
-        if stored.traits.blocks is None:
-            return stored
-        blocks = _known(stored)
-        shape, dtype = blocks.decoded_shape(stored.shape), DTYPES.name("float32")
-        if shape is None or dtype is None:
-            what = f"the last axis of {list(stored.shape)} is no row of {blocks.name} blocks"
-            raise Unsupported(f"{what}: dequantize first, and slice the result", tensor=stored.name)
-        traits = replace(stored.traits, blocks=None, alias=None)
-        if stored.traits.meta:
-            return replace(stored, dtype=dtype, shape=shape, traits=traits)
-        nbytes = stored.size // blocks.nbytes * blocks.elements * 4
-        read = partial(_decode, stored, blocks)
+        All parts of a joined tensor must be in one store, so others are read through this one.
+        """
         entry = VirtualFile(
-            nbytes, read, stamp=partial(tensor_stamp, stored), read_nbytes=stored.nbytes
+            tensor.nbytes, partial(_copy_elements, tensor), stamp=partial(tensor_stamp, tensor)
         )
-        storage = Storage(self.put(entry), 0, nbytes, label=stored.name, home=self)
-        return replace(
-            LazyTensor.contiguous(stored.name, dtype, shape, storage, self.source), traits=traits
+        copied = self.add_tensor(tensor.name, tensor.dtype, tensor.shape, entry)
+        # Reading the original resolves its flags for conjugated and negated elements.
+        return replace(copied, traits=replace(tensor.traits, conj=False, neg=False))
+
+    def decode(self, tensor: LazyTensor) -> LazyTensor:
+        """Return a tensor decoded as float32, or as it is if it is not quantized.
+
+        Raises:
+            Unsupported: The blocks cannot be decoded, or the last axis has a part of a block.
+        """
+        if tensor.traits.blocks is None:
+            return tensor
+        block_type = _find_block_type(tensor)
+        shape = block_type.decoded_shape(tensor.shape)
+        float32 = DTYPES.name("float32")
+        if shape is None or float32 is None:
+            raise Unsupported(
+                f"the last axis of {list(tensor.shape)} is not a whole number of {block_type.name} "
+                "blocks; dequantize the tensor first, and slice the result",
+                tensor=tensor.name,
+            )
+        traits = replace(tensor.traits, blocks=None, alias=None)
+        if tensor.traits.meta:
+            return replace(tensor, dtype=float32, shape=shape, traits=traits)
+        block_count = tensor.size // block_type.nbytes
+        entry = VirtualFile(
+            float32.nbytes(block_count * block_type.elements),
+            partial(_decode_range, tensor, block_type),
+            stamp=partial(tensor_stamp, tensor),
+            read_nbytes=tensor.nbytes,
         )
+        return replace(self.add_tensor(tensor.name, float32, shape, entry), traits=traits)
 
 
 def decode_quantized(tensors: Iterable[LazyTensor]) -> list[LazyTensor]:
-    """Return what tensors stand for: quantised blocks are decoded when they are read.
+    """Return tensors with quantized blocks decoded as float32. They are decoded when they are read.
 
-    Blocks that cannot be decoded stay blocks; their `traits.blocks` tells.
+    Blocks that cannot be decoded stay blocks: their tensors still have `traits.blocks`.
     """
-    decoded = DequantizedTensors()
-    return [decoded.decode_if_known(tensor) for tensor in tensors]
+    store = DequantizedTensors()
+    return [store.decode_if_known(tensor) for tensor in tensors]
 
 
 def decode_quantized_table(table: Table) -> Table:
-    """Return a table of numbers in place of quantised blocks, whose tensors may be joined with each other.
+    """Return a table with quantized blocks decoded, whose tensors can be joined with each other.
 
-    A joined tensor is read from one store. So if a table has blocks, its other tensors are read
-    through the store of the decoded ones. Blocks that cannot be decoded stay.
+    A joined tensor is read from one store. So if a table has blocks, all its tensors are read
+    through the store of the decoded ones. Blocks that cannot be decoded stay blocks.
     """
     if not any(kind.traits.blocks for kind in table.kinds):
         return table
-    decoded = DequantizedTensors()
+    store = DequantizedTensors()
     entries: dict[int, dict[str, LazyTensor]] = {}
     for row, name in enumerate(table.names):
         kind = table.row_kind(row)
         if kind.traits.blocks is not None:
-            entries[row] = {name: decoded.decode_if_known(table.lazy_tensor(row))}
+            entries[row] = {name: store.decode_if_known(table.lazy_tensor(row))}
         elif not kind.traits.meta and not kind.dtype.packed:
-            entries[row] = {name: decoded.copy_tensor(table.lazy_tensor(row))}
+            entries[row] = {name: store.copy_tensor(table.lazy_tensor(row))}
     return table.with_entries(range(len(table)), entries)
 
 
 def describe_undecoded(tensors: Iterable[LazyTensor]) -> list[str]:
-    """Say which tensors have no numbers, because their blocks cannot be decoded."""
-    names: dict[str, list[str]] = {}
+    """Return notes on the tensors whose quantized blocks cannot be decoded, one for each type."""
+    counts: dict[str, int] = {}
     for tensor in decode_quantized(tensors):
-        if tensor.traits.blocks is not None:
-            names.setdefault(tensor.traits.blocks, []).append(tensor.name)
+        block_name = tensor.traits.blocks
+        if block_name is not None:
+            counts[block_name] = counts.get(block_name, 0) + 1
     notes: list[str] = []
-    for blocks, members in names.items():
-        count = pluralize(len(members), "tensor")
-        notes.append(f"no numbers of {count} in blocks of {blocks}, which cannot be decoded here")
+    for block_name, count in counts.items():
+        notes.append(
+            f"{pluralize(count, 'tensor')} left out: {block_name} blocks cannot be decoded"
+        )
     return notes
 
 
-def _copy_elements(stored: LazyTensor, start: int, out: memoryview) -> None:
-    """Fill memory with a range of the bytes of a tensor in C order."""
-    width = stored.dtype.bits // 8
-    first, last = start // width, -(-(start + out.nbytes) // width)
-    data = byte_row(read_flat_elements(stored, first, last)).data
-    skipped = start - first * width
-    out[:] = data[skipped : skipped + out.nbytes]
+def _copy_elements(tensor: LazyTensor, start: int, out: memoryview) -> None:
+    """Fill `out` with the C-ordered bytes of a tensor from `start` on."""
+    itemsize = tensor.dtype.bits // 8
+    first, stop = _find_units(start, out.nbytes, itemsize)
+    data = byte_row(read_flat_elements(tensor, first, stop)).data
+    skipped_nbytes = start - first * itemsize
+    out[:] = data[skipped_nbytes : skipped_nbytes + out.nbytes]
 
 
-def _decode(stored: LazyTensor, blocks: BlockType, start: int, out: memoryview) -> None:
-    if blocks.decode is None:
-        raise _unknown(blocks, stored)
-    width = 4 * blocks.elements
-    first, last = start // width, -(-(start + out.nbytes) // width)
-    raw = read_flat_elements(stored, first * blocks.nbytes, last * blocks.nbytes).reshape(
-        -1, blocks.nbytes
-    )
-    run = max(RUN_ELEMENTS // blocks.elements, 1)
-    for at in range(0, last - first, run):
-        with np.errstate(all="ignore"):  # a scale may be infinite, or no number
-            made = (
-                blocks.decode(raw[at : at + run])
-                .astype("<f4", copy=False)
-                .reshape(-1)
-                .view(np.uint8)
-            )
-        begin = (first + at) * width - start
-        low, high = max(begin, 0), min(begin + made.nbytes, out.nbytes)
-        out[low:high] = made.data[low - begin : high - begin]
+def _decode_range(tensor: LazyTensor, block_type: BlockType, start: int, out: memoryview) -> None:
+    """Fill `out` with the bytes of a decoded tensor from `start` on.
+
+    Args:
+        tensor: The tensor of quantized blocks.
+        block_type: The type of its blocks.
+        start: The first byte, counted in the float32 elements.
+        out: The memory to fill. It may begin and end inside of a block.
+    """
+    if block_type.decode is None:
+        raise _build_undecoded_error(block_type.name, tensor)
+    decoded_nbytes = 4 * block_type.elements
+    first, stop = _find_units(start, out.nbytes, decoded_nbytes)
+    stored = read_flat_elements(tensor, first * block_type.nbytes, stop * block_type.nbytes)
+    blocks = stored.reshape(-1, block_type.nbytes)
+    blocks_per_step = max(DECODED_ELEMENTS // block_type.elements, 1)
+    for index in range(0, len(blocks), blocks_per_step):
+        # A scale may be infinite or NaN.
+        with np.errstate(all="ignore"):
+            elements = block_type.decode(blocks[index : index + blocks_per_step])
+        decoded = byte_row(elements.astype("<f4", copy=False)).data
+        # Where these blocks begin in `out`. Only the first and the last ones may reach beyond it.
+        offset = (first + index) * decoded_nbytes - start
+        copy_start = max(offset, 0)
+        copy_stop = min(offset + decoded.nbytes, out.nbytes)
+        out[copy_start:copy_stop] = decoded[copy_start - offset : copy_stop - offset]
 
 
-def _known(stored: LazyTensor) -> BlockType:
-    blocks = BLOCK_TYPES.get(stored.traits.blocks or "")
-    if blocks is None or blocks.decode is None:
-        raise _unknown(blocks, stored)
-    if any(storage.byteorder == "big" for storage in stored.storages):
-        message = "quantised blocks in the byte order of a big-endian machine are read as they are, and not decoded"
-        raise Unsupported(message, tensor=stored.name)
-    return blocks
+def _find_block_type(tensor: LazyTensor) -> BlockType:
+    """Return the type of the blocks of a tensor.
+
+    Raises:
+        Unsupported: They cannot be decoded.
+    """
+    block_name = tensor.traits.blocks or ""
+    block_type = BLOCK_TYPES.get(block_name)
+    if block_type is None or block_type.decode is None:
+        raise _build_undecoded_error(block_name, tensor)
+    if any(storage.byteorder == "big" for storage in tensor.storages):
+        raise Unsupported(
+            "cannot decode quantized blocks in big-endian byte order; read the blocks as they are",
+            tensor=tensor.name,
+        )
+    return block_type
 
 
-def _unknown(blocks: BlockType | None, stored: LazyTensor) -> Unsupported:
-    can = ", ".join(name for name, row in BLOCK_TYPES.items() if row.decode is not None)
-    name = stored.traits.blocks if blocks is None else blocks.name
+def _build_undecoded_error(block_name: str, tensor: LazyTensor) -> Unsupported:
+    """Return the error for blocks that cannot be decoded."""
+    decodable_names = [name for name, row in BLOCK_TYPES.items() if row.decode is not None]
     return Unsupported(
-        f"blocks of {name} are read as they are, and not decoded; {can} are",
-        tensor=stored.name,
-        found=name,
+        f"cannot decode {block_name} blocks, only {', '.join(decodable_names)}; read the blocks as "
+        "they are",
+        tensor=tensor.name,
+        found=block_name,
     )
