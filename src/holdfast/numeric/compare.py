@@ -380,13 +380,13 @@ class FiniteTally:
         self._dot += inner_product(numbers_a, numbers_b)
         # From here on, the arrays are overwritten: to allocate new ones takes longer than the
         # arithmetic.
-        distances = numbers_a - numbers_b
-        self._squared_distance += inner_product(distances, distances)
-        np.abs(distances, out=distances)
+        differences = numbers_a - numbers_b
+        self._squared_distance += inner_product(differences, differences)
+        distances = np.abs(differences, out=differences)
         self._max_abs = max(self._max_abs, float(distances.max()))
-        np.abs(numbers_a, out=numbers_a)
-        np.abs(numbers_b, out=numbers_b)
-        larger = np.maximum(numbers_a, numbers_b, out=numbers_a)
+        magnitudes_a = np.abs(numbers_a, out=numbers_a)
+        magnitudes_b = np.abs(numbers_b, out=numbers_b)
+        larger = np.maximum(magnitudes_a, magnitudes_b, out=magnitudes_a)
         # Two zeros have the distance 0. Divided by the smallest number, it remains 0.
         np.maximum(larger, SMALLEST_FLOAT64, out=larger)
         ratios = np.divide(distances, larger, out=distances)

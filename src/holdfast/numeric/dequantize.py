@@ -13,8 +13,6 @@ Words of the decoders: a code is the integer of a few bits that a block has for 
 number is `scale * code`, plus or minus a minimum. In the "K" types, a block of 256 elements has
 groups. The scale and the minimum of a group are small integers, which count in units of a scale
 and a minimum of the block. The last two are float16.
-
-The docstring of a decoder lists the fields of a block in the order of its bytes.
 """
 
 from __future__ import annotations
@@ -105,16 +103,24 @@ def _unpack_bits(packed: Bytes) -> Bytes:
 
 
 def _decode_q4_0(blocks: Bytes) -> Floats:
-    """Decode Q4_0: scale (2 bytes), 32 codes of 4 bits (16). A number is scale * (code - 8)."""
+    """Decode Q4_0. A number is scale * (code - 8).
+
+    Fields of a block, in the order of its bytes:
+        2 bytes: scale
+        16 bytes: 32 codes of 4 bits
+    """
     scales = _read_float16(blocks, 0)
     codes = _unpack_32_nibbles(blocks[:, 2:])
     return scales * (codes.astype(np.float32) - 8)
 
 
 def _decode_q4_1(blocks: Bytes) -> Floats:
-    """Decode Q4_1: scale (2 bytes), minimum (2), 32 codes of 4 bits (16).
+    """Decode Q4_1. A number is scale * code + minimum.
 
-    A number is scale * code + minimum.
+    Fields of a block, in the order of its bytes:
+        2 bytes: scale
+        2 bytes: minimum
+        16 bytes: 32 codes of 4 bits
     """
     scales = _read_float16(blocks, 0)
     minima = _read_float16(blocks, 2)
@@ -123,9 +129,12 @@ def _decode_q4_1(blocks: Bytes) -> Floats:
 
 
 def _decode_q5_0(blocks: Bytes) -> Floats:
-    """Decode Q5_0: scale (2 bytes), the fifth bits of 32 codes (4), their low four bits (16).
+    """Decode Q5_0. A number is scale * (code - 16).
 
-    A number is scale * (code - 16).
+    Fields of a block, in the order of its bytes:
+        2 bytes: scale
+        4 bytes: the fifth bits of 32 codes
+        16 bytes: their low four bits
     """
     scales = _read_float16(blocks, 0)
     fifth_bits = _unpack_bits(blocks[:, 2:6])
@@ -135,9 +144,13 @@ def _decode_q5_0(blocks: Bytes) -> Floats:
 
 
 def _decode_q5_1(blocks: Bytes) -> Floats:
-    """Decode Q5_1: scale (2 bytes), minimum (2), fifth bits of 32 codes (4), low four bits (16).
+    """Decode Q5_1. A number is scale * code + minimum.
 
-    A number is scale * code + minimum.
+    Fields of a block, in the order of its bytes:
+        2 bytes: scale
+        2 bytes: minimum
+        4 bytes: the fifth bits of 32 codes
+        16 bytes: their low four bits
     """
     scales = _read_float16(blocks, 0)
     minima = _read_float16(blocks, 2)
@@ -148,7 +161,12 @@ def _decode_q5_1(blocks: Bytes) -> Floats:
 
 
 def _decode_q8_0(blocks: Bytes) -> Floats:
-    """Decode Q8_0: scale (2 bytes), 32 signed codes (32). A number is scale * code."""
+    """Decode Q8_0. A number is scale * code.
+
+    Fields of a block, in the order of its bytes:
+        2 bytes: scale
+        32 bytes: 32 signed codes
+    """
     scales = _read_float16(blocks, 0)
     codes = blocks[:, 2:].view(np.int8)
     return scales * codes
@@ -175,8 +193,11 @@ def _scale_groups(
 def _decode_q2_k(blocks: Bytes) -> Floats:
     """Decode Q2_K: 16 groups of 16 elements.
 
-    Fields: 16 bytes with the scale (lower half) and the minimum (upper half) of a group each, codes
-    of 2 bits (64 bytes), the block's scale (2), the block's minimum (2).
+    Fields of a block, in the order of its bytes:
+        16 bytes: scale (lower half) and minimum (upper half) of each group
+        64 bytes: 256 codes of 2 bits
+        2 bytes: scale of the block
+        2 bytes: minimum of the block
     """
     group_bytes = blocks[:, :16]
     codes = _unpack_fields(blocks[:, 16:80], bits=2, run=32)
@@ -188,12 +209,14 @@ def _decode_q2_k(blocks: Bytes) -> Floats:
 def _decode_q3_k(blocks: Bytes) -> Floats:
     """Decode Q3_K: 16 groups of 16 elements.
 
-    Fields: the inverted third bits of the codes (32 bytes), their low two bits (64), the scales of
-    the groups (12), the block's scale (2).
+    Fields of a block, in the order of its bytes:
+        32 bytes: the inverted third bits of 256 codes
+        64 bytes: their low two bits
+        8 bytes: the low four bits of the scales of 16 groups
+        4 bytes: their high two bits
+        2 bytes: scale of the block
 
-    A third bit that is not set subtracts 4 from the code. A group's scale has six bits and is
-    stored plus 32: eight bytes with the low four bits of two scales each, then four bytes with the
-    high two bits of four scales each.
+    A third bit that is not set subtracts 4 from its code. The scale of a group is stored plus 32.
     """
     third_bits = _unpack_fields(blocks[:, :32], bits=1, run=32).astype(np.int8)
     low_bits = _unpack_fields(blocks[:, 32:96], bits=2, run=32).astype(np.int8)
@@ -233,9 +256,11 @@ def _unpack_eight_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
 def _decode_q4_k(blocks: Bytes) -> Floats:
     """Decode Q4_K: 8 groups of 32 elements.
 
-    Fields: the block's scale (2 bytes), the block's minimum (2), scales and minima of the groups
-        (12),
-    codes of 4 bits (128).
+    Fields of a block, in the order of its bytes:
+        2 bytes: scale of the block
+        2 bytes: minimum of the block
+        12 bytes: scales and minima of the groups
+        128 bytes: 256 codes of 4 bits
     """
     group_scales, group_minima = _unpack_eight_scales(blocks[:, 4:16])
     scales = _read_float16(blocks, 0) * group_scales
@@ -247,9 +272,12 @@ def _decode_q4_k(blocks: Bytes) -> Floats:
 def _decode_q5_k(blocks: Bytes) -> Floats:
     """Decode Q5_K: 8 groups of 32 elements.
 
-    Fields: the block's scale (2 bytes), the block's minimum (2), scales and minima of the groups
-        (12),
-    the fifth bits of the codes (32), their low four bits (128).
+    Fields of a block, in the order of its bytes:
+        2 bytes: scale of the block
+        2 bytes: minimum of the block
+        12 bytes: scales and minima of the groups
+        32 bytes: the fifth bits of 256 codes
+        128 bytes: their low four bits
     """
     group_scales, group_minima = _unpack_eight_scales(blocks[:, 4:16])
     scales = _read_float16(blocks, 0) * group_scales
@@ -263,9 +291,11 @@ def _decode_q5_k(blocks: Bytes) -> Floats:
 def _decode_q6_k(blocks: Bytes) -> Floats:
     """Decode Q6_K: 16 groups of 16 elements. A number is scale * (code - 32).
 
-    Fields: the low four bits of the codes (128 bytes), their high two bits (64), signed scales of
-        the
-    groups (16), the block's scale (2).
+    Fields of a block, in the order of its bytes:
+        128 bytes: the low four bits of 256 codes
+        64 bytes: their high two bits
+        16 bytes: the signed scales of the groups
+        2 bytes: scale of the block
     """
     low_bits = _unpack_fields(blocks[:, :128], bits=4, run=64)
     high_bits = _unpack_fields(blocks[:, 128:192], bits=2, run=32)
@@ -276,14 +306,24 @@ def _decode_q6_k(blocks: Bytes) -> Floats:
 
 
 def _decode_tq2_0(blocks: Bytes) -> Floats:
-    """Decode TQ2_0: 256 codes of 2 bits (64 bytes), scale (2). A number is scale * (code - 1)."""
+    """Decode TQ2_0. A number is scale * (code - 1).
+
+    Fields of a block, in the order of its bytes:
+        64 bytes: 256 codes of 2 bits
+        2 bytes: scale
+    """
     codes = _unpack_fields(blocks[:, :64], bits=2, run=32)
     scales = _read_float16(blocks, 64)
     return scales * (codes.astype(np.float32) - 1)
 
 
 def _decode_iq4_nl(blocks: Bytes) -> Floats:
-    """Decode IQ4_NL: scale (2 bytes), 32 codes of 4 bits (16). `IQ4_VALUES` has their values."""
+    """Decode IQ4_NL. `IQ4_VALUES` has the values of the codes.
+
+    Fields of a block, in the order of its bytes:
+        2 bytes: scale
+        16 bytes: 32 codes of 4 bits
+    """
     scales = _read_float16(blocks, 0)
     codes = _unpack_32_nibbles(blocks[:, 2:])
     return scales * IQ4_VALUES[codes]
@@ -292,8 +332,13 @@ def _decode_iq4_nl(blocks: Bytes) -> Floats:
 def _decode_iq4_xs(blocks: Bytes) -> Floats:
     """Decode IQ4_XS: 8 groups of 32 elements. `IQ4_VALUES` has the values of the codes.
 
-    Fields: the block's scale (2 bytes), the high two bits of the groups' scales (2), their low four
-    bits (4), codes of 4 bits (128). The scale of a group is stored plus 32.
+    Fields of a block, in the order of its bytes:
+        2 bytes: scale of the block
+        2 bytes: the high two bits of the scales of 8 groups
+        4 bytes: their low four bits
+        128 bytes: 256 codes of 4 bits
+
+    The scale of a group is stored plus 32.
     """
     high_scale_bits = _unpack_fields(blocks[:, 2:4], bits=2, run=1)
     low_scale_bits = _unpack_fields(blocks[:, 4:8], bits=4, run=1)
@@ -305,8 +350,13 @@ def _decode_iq4_xs(blocks: Bytes) -> Floats:
 
 
 def _decode_mxfp4(blocks: Bytes) -> Floats:
-    """Decode MXFP4: the biased exponent of the scale (1 byte), 32 codes of float4_e2m1fn (16)."""
-    # The bias is 127. Subtracting 128 halves the scale, because the values are doubled.
+    """Decode MXFP4. The scale is a power of two.
+
+    Fields of a block, in the order of its bytes:
+        1 byte: the exponent of the scale, plus 127
+        16 bytes: 32 codes of float4_e2m1fn
+    """
+    # Subtracting 128 instead of 127 halves the scale, because the values are doubled.
     exponents = blocks[:, :1].astype(np.int32) - 128
     half_scales = np.ldexp(np.float32(1), exponents)
     codes = _unpack_32_nibbles(blocks[:, 1:])

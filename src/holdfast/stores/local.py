@@ -729,6 +729,8 @@ class DescriptorStore(Store):
         self.name = name
         self._file: OpenFile | None = OpenFile(os.dup(descriptor))
         self._position_lock: threading.Lock | None = None
+        # On such a system, a read moves the position of the file. All duplicates share this
+        # position.
         if not platform.HAS_PREAD:
             status = os.fstat(descriptor)
             identity = status.st_dev, status.st_ino

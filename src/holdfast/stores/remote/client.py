@@ -454,6 +454,7 @@ class Bucket:
         """
         import obstore
 
+        # Large objects need larger parts, because their number is limited.
         part_nbytes = PART_NBYTES
         while part_nbytes * MAX_UPLOAD_PARTS < nbytes:
             part_nbytes *= 2
@@ -486,13 +487,13 @@ class Bucket:
         """Delete objects. Missing objects are ignored."""
         import obstore
 
+        async def send(batch: list[str]) -> None:
+            await track_request(obstore.delete_async(self.client, batch))
+
         for start in range(0, len(keys), DELETE_OBJECTS):
             batch = list(keys[start : start + DELETE_OBJECTS])
-
-            def send(batch: list[str] = batch) -> Awaitable[None]:
-                return track_request(obstore.delete_async(self.client, batch))
-
-            find_existing(self._run, send, batch[0], "deleting it")
+            # S3 ignores missing objects. Other stores answer with an error, which this drops.
+            find_existing(self._run, partial(send, batch), batch[0], "deleting it")
 
     def copy(self, source_key: str, target_key: str) -> None:
         """Copy an object in this bucket, without downloading it."""
