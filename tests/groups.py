@@ -1,6 +1,8 @@
-"""A group whose ranks are threads of the test process, for tests of what ranks do together without torch.
+"""A group whose ranks are threads of the test process, for tests without torch.
 
-found = on_ranks(3, lambda group: holdfast.verify(path, group=group))        what each rank returned, or raised
+    results = on_ranks(3, lambda group: holdfast.verify(path, group=group))
+
+has what each rank returned, or the exception that it raised.
 """
 
 from __future__ import annotations
@@ -13,38 +15,43 @@ from queue import Empty, Queue
 from holdfast.core.group import SeveralRanks
 from holdfast.errors import RankLost
 
-PATIENCE = 60.0
-"""Seconds until a rank that waits is ended: longer than any test of this kind, even on a busy machine."""
+TIMEOUT_SECONDS = 60.0
+"""How long a rank waits for a message: longer than any test, even on a busy machine."""
 
 
-class Wires:
-    """The queues between the ranks of one thing that they do."""
+class Channels:
+    """The queues between the ranks during one operation."""
 
     def __init__(self, size: int) -> None:
-        self.up: list[Queue[bytes]] = [Queue() for _ in range(size)]
-        self.down: list[Queue[bytes]] = [Queue() for _ in range(size)]
-        self.done = 0
+        self.to_first_rank: list[Queue[bytes]] = [Queue() for _ in range(size)]
+        """A queue from each rank."""
+        self.from_first_rank: list[Queue[bytes]] = [Queue() for _ in range(size)]
+        """A queue to each rank."""
+        self.progress = 0
         self.lock = threading.Lock()
 
 
 class ThreadRanks(SeveralRanks):
-    def __init__(self, rank: int, size: int, doing: str, wires: Wires) -> None:
-        super().__init__(rank, size, doing)
-        self._wires = wires
-        self.steps = 0
+    """The connection of a thread to the others during one operation."""
+
+    def __init__(self, rank: int, size: int, operation: str, channels: Channels) -> None:
+        super().__init__(rank, size, operation)
+        self._channels = channels
+        self.phase_count = 0
 
     def _gather(self, message: bytes) -> list[bytes] | None:
-        self.steps += 1
+        self.phase_count += 1
         if not self.is_first:
-            self._wires.up[self.rank].put(message)
+            self._channels.to_first_rank[self.rank].put(message)
             return None
-        return [self._take(self._wires.up[rank], rank) for rank in range(1, self.size)]
+        queues = self._channels.to_first_rank
+        return [self._receive(queues[rank], rank) for rank in range(1, self.size)]
 
     def _answer(self, answers: list[bytes] | None) -> bytes:
         if answers is None:
-            return self._take(self._wires.down[self.rank], 0)
+            return self._receive(self._channels.from_first_rank[self.rank], 0)
         for rank in range(1, self.size):
-            self._wires.down[rank].put(answers[rank])
+            self._channels.from_first_rank[rank].put(answers[rank])
         return answers[0]
 
     def count_local_ranks(self) -> int:
@@ -55,47 +62,51 @@ class ThreadRanks(SeveralRanks):
         self, progress: Callable[[int], None] | None
     ) -> Iterator[Callable[[int], None] | None]:
         def add(nbytes: int) -> None:
-            with self._wires.lock:
-                self._wires.done += nbytes
+            with self._channels.lock:
+                self._channels.progress += nbytes
 
         yield add
         if self.is_first and progress is not None:
-            progress(self._wires.done)
+            progress(self._channels.progress)
 
-    def _take(self, queue: Queue[bytes], rank: int) -> bytes:
+    def _receive(self, queue: Queue[bytes], sender: int) -> bytes:
         try:
-            return queue.get(timeout=PATIENCE)
+            return queue.get(timeout=TIMEOUT_SECONDS)
         except Empty:
-            raise RankLost(f"no message from rank {rank}", ranks=(rank,)) from None
+            raise RankLost(f"no message from rank {sender}", ranks=(sender,)) from None
 
 
 class ThreadGroup:
-    """One rank's view of the group."""
+    """The group as one of its threads sees it."""
 
     def __init__(
-        self, rank: int, size: int, all_wires: dict[int, Wires], lock: threading.Lock
+        self, rank: int, size: int, all_channels: dict[int, Channels], lock: threading.Lock
     ) -> None:
-        self.rank, self.size = rank, size
-        self._wires, self._lock, self._count = all_wires, lock, 0
+        self.rank = rank
+        self.size = size
+        self._all_channels = all_channels
+        self._lock = lock
+        self._operation_count = 0
 
-    def begin(self, doing: str) -> ThreadRanks:
+    def begin(self, operation: str) -> ThreadRanks:
+        """Begin an operation. The n-th operations of all ranks have the same channels."""
         with self._lock:
-            wires = self._wires.setdefault(self._count, Wires(self.size))
-        self._count += 1
-        return ThreadRanks(self.rank, self.size, doing, wires)
+            channels = self._all_channels.setdefault(self._operation_count, Channels(self.size))
+        self._operation_count += 1
+        return ThreadRanks(self.rank, self.size, operation, channels)
 
 
 def on_ranks(size: int, job: Callable[[ThreadGroup], object]) -> list[object]:
-    """What the job returned on each rank, or the exception that it raised."""
-    wires: dict[int, Wires] = {}
+    """Run a job on every rank, and return the result or the exception of each."""
+    all_channels: dict[int, Channels] = {}
     lock = threading.Lock()
-    found: list[object] = [None] * size
+    results: list[object] = [None] * size
 
     def run(rank: int) -> None:
         try:
-            found[rank] = job(ThreadGroup(rank, size, wires, lock))
+            results[rank] = job(ThreadGroup(rank, size, all_channels, lock))
         except Exception as error:
-            found[rank] = error
+            results[rank] = error
 
     threads = [
         threading.Thread(target=run, args=(rank,), name=f"rank-{rank}") for rank in range(size)
@@ -104,12 +115,12 @@ def on_ranks(size: int, job: Callable[[ThreadGroup], object]) -> list[object]:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return results
 
 
-def good(found: list[object]) -> list[object]:
-    """What all ranks returned; raises what one of them raised."""
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-    return found
+def raise_first_error(results: list[object]) -> list[object]:
+    """Return the results of all ranks, or raise the first exception among them."""
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results

@@ -12,7 +12,7 @@ import holdfast
 from holdfast.engine.saves import FilePlan
 from holdfast.engine.targets import bucket
 from holdfast.errors import NotCommitted, RanksFailed
-from tests.groups import ThreadGroup, good, on_ranks
+from tests.groups import ThreadGroup, on_ranks, raise_first_error
 from tests.remote.servers import Asked, Fault, Proxy
 from tests.remote.test_copy import KINDS, content, made
 from tests.remote.test_verbs import STATE, names, same
@@ -36,18 +36,18 @@ def test_copies_are_the_same_for_any_number_of_ranks(
     kind: str, size: int, made: Path, proxy: Proxy, url: str
 ):
     place = f"{url}/{size}/{kind}"
-    good(on_ranks(size, lambda group: holdfast.copy(made / kind, place, group=group)))
+    raise_first_error(on_ranks(size, lambda group: holdfast.copy(made / kind, place, group=group)))
     assert content(place) == content(str(made / kind))
     same(place, STATE)
     with pytest.raises(NotCommitted, match="overwrite=True"):
         holdfast.copy(made / kind, place)
-    good(
+    raise_first_error(
         on_ranks(size, lambda group: holdfast.copy(made / kind, place, group=group, overwrite=True))
     )
     assert content(place) == content(str(made / kind))
     back = made / "back" / kind
     back.parent.mkdir()
-    good(on_ranks(size, lambda group: holdfast.copy(place, back, group=group)))
+    raise_first_error(on_ranks(size, lambda group: holdfast.copy(place, back, group=group)))
     assert content(str(back)) == content(str(made / kind))
 
 
@@ -66,7 +66,7 @@ def test_conversions_are_the_same_for_any_number_of_ranks(
     kind: str, made: Path, proxy: Proxy, url: str
 ):
     holdfast.convert(made / "split", f"{url}/alone/{kind}", **FORMS[kind])
-    good(
+    raise_first_error(
         on_ranks(
             3,
             lambda group: holdfast.convert(
@@ -80,9 +80,11 @@ def test_conversions_are_the_same_for_any_number_of_ranks(
     assert [name for name in many if many[name] != alone[name] and not name.endswith(INDEXES)] == []
     assert holdfast.diff(f"{url}/many/{kind}", f"{url}/alone/{kind}", exact=True).equal
     same(f"{url}/many/{kind}", STATE)
-    assert good(on_ranks(2, lambda group: holdfast.verify(f"{url}/many/{kind}", group=group)))[1].ok
+    assert raise_first_error(
+        on_ranks(2, lambda group: holdfast.verify(f"{url}/many/{kind}", group=group))
+    )[1].ok
     holdfast.reshard(made / "native", made / "mesh", mesh="dp=2", rules=["*: dp=0"])
-    good(
+    raise_first_error(
         on_ranks(
             2,
             lambda g: holdfast.reshard(
@@ -150,5 +152,7 @@ def test_a_copy_takes_away_what_one_left_that_was_cut_off(made: Path, proxy: Pro
     )
     get_bucket(place).put(place.key, b"half of it", create=True)
     assert len(names(url)) == len(before) + 1
-    good(on_ranks(2, lambda group: holdfast.copy(made / "split", url, group=group, overwrite=True)))
+    raise_first_error(
+        on_ranks(2, lambda group: holdfast.copy(made / "split", url, group=group, overwrite=True))
+    )
     assert names(url) == before

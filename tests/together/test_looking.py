@@ -18,7 +18,7 @@ from holdfast.cli.main import find_commands
 from holdfast.core.documents import read_document, write_document
 from holdfast.engine import checksums
 from holdfast.stores import local
-from tests.groups import good, on_ranks
+from tests.groups import on_ranks, raise_first_error
 from tests.support import flip_bit
 
 SIZES = [2, 3, 4]
@@ -68,7 +68,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
 
 def alike(size: int, verb: Callable[..., object]) -> object:
     alone = verb(None)
-    for one in good(on_ranks(size, verb)):
+    for one in raise_first_error(on_ranks(size, verb)):
         assert one == alone
     return alone
 
@@ -80,7 +80,9 @@ def test_verify(folder: Path, name: str, size: int):
 
 
 def test_verify_reads_each_byte_once(folder: Path, reads: list[tuple[str, int]]):
-    good(on_ranks(4, lambda group: holdfast.verify(folder / "a.pt", group=group, threads=1)))
+    raise_first_error(
+        on_ranks(4, lambda group: holdfast.verify(folder / "a.pt", group=group, threads=1))
+    )
     nbytes = (folder / "a.pt").stat().st_size
     by_rank = {rank: sum(n for name, n in reads if name == f"rank-{rank}") for rank in range(4)}
     assert sum(by_rank.values()) < 1.05 * nbytes + 4 * 100_000

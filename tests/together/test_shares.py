@@ -14,7 +14,7 @@ import pytest
 import holdfast
 from holdfast.engine.targets import plan_save
 from holdfast.stores import local
-from tests.groups import ThreadGroup, good, on_ranks
+from tests.groups import ThreadGroup, on_ranks, raise_first_error
 
 N = 192
 HEADS = 400_000
@@ -117,7 +117,7 @@ def test_shares(kind: str, verb: str, size: int, folder: Path, tmp_path: Path, r
     (tmp_path / "alone").mkdir()
     call(path, tmp_path / "alone", None)
     nbytes = read.pop("MainThread")
-    good(on_ranks(size, lambda group: call(path, tmp_path, group)))
+    raise_first_error(on_ranks(size, lambda group: call(path, tmp_path, group)))
     shares = [read[f"rank-{rank}"] for rank in range(size)]
     assert shares[0] <= 1.2 / size * nbytes + HEADS
     assert sum(shares) <= 1.05 * nbytes + size * HEADS

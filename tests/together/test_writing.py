@@ -11,7 +11,7 @@ import pytest
 
 import holdfast
 from holdfast.engine.targets import plan_save
-from tests.groups import ThreadGroup, good, on_ranks
+from tests.groups import ThreadGroup, on_ranks, raise_first_error
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def compared(verb: Verb, source: Path, folder: Path, name: str, size: int) -> ob
     alone.mkdir()
     many.mkdir()
     first = verb(source, alone / name, None)
-    found = good(on_ranks(size, lambda group: verb(source, many / name, group)))
+    found = raise_first_error(on_ranks(size, lambda group: verb(source, many / name, group)))
     assert same_files(alone / name, many / name)
     assert [path.name for path in many.iterdir()] == [name]
     return first, found
@@ -110,7 +110,7 @@ def test_edit_in_place(source: Path, tmp_path: Path):
     for name in ("alone", "many"):
         holdfast.convert(source, tmp_path / name, durable=False)
     holdfast.edit(tmp_path / "alone", in_place=True, rename={"big": "large"})
-    good(
+    raise_first_error(
         on_ranks(
             3,
             lambda group: holdfast.edit(
@@ -174,7 +174,7 @@ def test_prune(source: Path, tmp_path: Path, rules: str, dtype: str):
         (one.tensors, one.norm_lost, one.notes) == (first.tensors, first.norm_lost, first.notes)
         for one in found
     )
-    looked = good(
+    looked = raise_first_error(
         on_ranks(
             2,
             lambda group: holdfast.prune(
@@ -205,7 +205,7 @@ def test_a_file_that_is_too_short_to_be_cut(
 
 
 def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path):
-    found = good(
+    found = raise_first_error(
         on_ranks(
             3,
             lambda group: holdfast.convert(source, tmp_path / "out.pt", group=group, dry_run=True),
@@ -223,5 +223,5 @@ def test_progress_of_all_ranks_comes_to_the_first(source: Path, tmp_path: Path):
             source, tmp_path / "out.safetensors", group=group, progress=heard[group.rank].append
         )
 
-    (first, *_) = good(on_ranks(3, job))
+    (first, *_) = raise_first_error(on_ranks(3, job))
     assert (sum(heard[0]), heard[1], heard[2]) == (first.nbytes, [], [])
