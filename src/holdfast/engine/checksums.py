@@ -4,9 +4,10 @@
 
 1. Ranges are cut where blocks of the file end. Pieces that touch, or almost do, are one read. So a
    gigabyte is read by 256 calls, even if it consists of a hundred thousand small tensors.
-2. A thread reads into scratch memory, and computes the CRC-32 of each piece while it is in the cache.
-3. The checksum of a range is combined from those of its pieces. Most ranges have one piece. There can
-   be a million ranges, so their checksums are an array.
+2. A thread reads into scratch memory, and computes the CRC-32 of each piece while it is in the
+   cache.
+3. The checksum of a range is combined from those of its pieces. Most ranges have one piece. There
+   can be a million ranges, so their checksums are an array.
 
 An error does not stop the others. If a read fails, each of its pieces is read again by itself, and
 the error belongs to the ranges whose pieces cannot be read.
@@ -57,8 +58,8 @@ class RankChecksums(Struct):
     crcs: bytes
     """The CRC-32 of each of these ranges, as 64-bit integers."""
     pieces: bytes
-    """Pieces of other ranges, as rows of four 64-bit integers: the range, the first byte, the length
-    and the CRC-32."""
+    """Pieces of other ranges, as rows of four 64-bit integers: the range, the first byte, the
+    length and the CRC-32."""
     errors: dict[int, tuple[str, str]]
     """For each range that cannot be read, the class of the error and its message."""
 
@@ -85,8 +86,8 @@ class RangeSums:
         Args:
             store: The store.
             ranges: The ranges.
-            needs_crc: Which checksums are needed, by default all. The other ranges are read as well,
-                so that errors show.
+            needs_crc: Which checksums are needed, by default all. The other ranges are read as
+                well, so that errors show.
             block: The most bytes that are read at a time.
         """
         self.errors: dict[int, HoldfastError] = {}
@@ -318,9 +319,9 @@ def build_damage_error(storage: Storage, tensor: str, found: int) -> Corrupted:
         found: The checksum of the bytes that were read.
     """
     return Corrupted(
-        f"the {storage.nbytes:,} bytes of {storage.label or 'this tensor'} do not have the checksum "
-        "that the file records: they changed after they were written; get the file again, or read "
-        "it anyway in Python with holdfast.open(path, verify=False)",
+        f"the {storage.nbytes:,} bytes of {storage.label or 'this tensor'} do not have the "
+        "checksum that the file records: they changed after they were written; get the file again, "
+        "or read it anyway in Python with holdfast.open(path, verify=False)",
         file=storage.key,
         tensor=tensor,
         offset=storage.start,

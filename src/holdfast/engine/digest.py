@@ -3,15 +3,15 @@
 The CRC-32 of a tensor is found in the cheapest possible way:
 
 1. The file records it for exactly these bytes.
-2. The file records it for several chunks that are consecutive in C order, such as shards of rows. The
-   checksums are combined.
+2. The file records it for several chunks that are consecutive in C order, such as shards of rows.
+   The checksums are combined.
 3. The elements are one range of a file, or are in memory: that range is read from start to end.
-4. In all other cases the elements are read in C order, block by block. This is necessary for strides,
-   shards of columns, other byte orders and conjugated tensors.
+4. In all other cases the elements are read in C order, block by block. This is necessary for
+   strides, shards of columns, other byte orders and conjugated tensors.
 
-Content hashes (`core/content_hash.py`) tell which tensors have changed since an older checkpoint. The
-first 64 KiB of each tensor, its head, are compared first. Only tensors with an equal head are read
-completely. So if everything changes, only the heads are read.
+Content hashes (`core/content_hash.py`) tell which tensors have changed since an older checkpoint.
+The first 64 KiB of each tensor, its head, are compared first. Only tensors with an equal head are
+read completely. So if everything changes, only the heads are read.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from holdfast.core.content_hash import HashAndHead  # it imports a library, for those who save
 
 BLOCK_NBYTES = 8 << 20
-"""The bytes of a block that is read for a checksum. It has enough rows of a tensor with strides that
-neighboring ranges are read together."""
+"""The bytes of a block that is read for a checksum. It has enough rows of a tensor with strides
+that neighboring ranges are read together."""
 
 HASH_BLOCK_NBYTES = 4 << 20
 """The bytes of a block that is read for a hash, and of several small ones that one task reads."""
@@ -82,7 +82,11 @@ def find_recorded_crc(tensor: LazyTensor) -> int | None:
 
 
 def _combine_recorded_crcs(tensor: LazyTensor) -> int | None:
-    """Combine the recorded checksums of the chunks of a tensor, if each is consecutive in C order."""
+    """Combine the recorded checksums of the chunks of a tensor.
+
+    Returns:
+        None if a chunk has no recorded checksum, or is not consecutive in the C order of the tensor.
+    """
     if tensor.traits.conj or tensor.traits.neg:
         return None
     chunk_crcs = BlockCrcs()
@@ -261,6 +265,7 @@ def find_unchanged_rows(
     unchanged: set[int] = set()
 
     def compare(rows: Sequence[int]) -> None:
+        """Read rows and compare their hashes."""
         hashes = hash_small_pieces(table.read_bytes(rows))
         pairs = zip(rows, hashes, strict=True)
         unchanged.update([row for row, row_hash in pairs if row_hash == recorded[row]])
@@ -285,6 +290,7 @@ def compute_hashes(
     """
 
     def list_blocks() -> Iterator[NamedBlock]:
+        """Yield all blocks of all tensors."""
         for name, tensor in tensors.items():
             block_nbytes = choose_block_nbytes(tensor, block or HASH_BLOCK_NBYTES)
             for tensor_block in split_into_blocks(tensor, block_nbytes):
@@ -298,6 +304,7 @@ def _compute_heads(tensors: Mapping[str, LazyTensor], threads: int | None) -> di
     from holdfast.core.content_hash import HEAD_NBYTES
 
     def list_blocks() -> Iterator[NamedBlock]:
+        """Yield the blocks of the heads of all tensors."""
         for name, tensor in tensors.items():
             blocks = split_into_blocks(tensor, HEAD_NBYTES)
             for block in takewhile(lambda block: block.start < HEAD_NBYTES, blocks):
@@ -329,6 +336,7 @@ def _hash_blocks(
         hashers[name] = ContentHasher(tensor.nbytes, needs_hash=needs_hash)
 
     def add_blocks(named_blocks: Sequence[NamedBlock]) -> None:
+        """Read blocks, and add them to the hashes of their tensors."""
         for name, block in named_blocks:
             with error_context(tensor=name), lend_block(block) as data:
                 hashers[name].add(block.start, data)

@@ -25,7 +25,7 @@ from holdfast.engine.ranges import read_to_scratch
 from holdfast.engine.threads import DEFAULT_THREADS, run_reads
 
 SIDE = replace(SUMS, block_nbytes=2 << 20)
-"""How each side is read. Blocks of both sides together take as much cache as a block that is summed."""
+"""How each side is read. A block of each side together take as much cache as one block of `SUMS`."""
 
 MAX_BATCH_RANGES = 4096
 """The most ranges that are compared together."""
@@ -70,8 +70,8 @@ def compare_bytes(
 
     Args:
         pairs: The pairs.
-        progress: Called with the bytes of both tensors of an equal pair. The bytes of other pairs are
-            counted when their elements are compared.
+        progress: Called with the bytes of both tensors of an equal pair. The bytes of other pairs
+            are counted when their elements are compared.
         threads: The number of threads.
     """
     are_equal: list[bool] = []
@@ -107,7 +107,7 @@ def compare_bytes(
 def compare_ranges(
     a: StoreRanges, b: StoreRanges, progress: Progress | None = None, *, threads: int | None = None
 ) -> Bools:
-    """Return for each range of `a` whether it has the same bytes as the range of `b` with its index.
+    """Compare ranges of two stores in pairs, and return for each pair whether the bytes are equal.
 
     Args:
         a: The ranges of one side.
@@ -150,6 +150,7 @@ class _RangeComparison:
     """The results of comparing ranges, while several threads compare batches of them."""
 
     def __init__(self, a: StoreRanges, b: StoreRanges, progress: Progress | None) -> None:
+        """Start with all ranges equal. For the arguments, see `compare_ranges`."""
         self.are_equal: Bools = np.ones(len(a.ranges), np.bool_)
         """For each range, whether no difference has been seen."""
         self._a = a

@@ -40,8 +40,8 @@ def digest_file(
 
     Args:
         algorithm: `xxh3-128`, `sha256` or `git-sha1`.
-        read: Reads a file: `read(nbytes, offset)` returns at most so many bytes, and no bytes at the
-            end of the file.
+        read: Reads a file: `read(nbytes, offset)` returns at most so many bytes, and no bytes at
+            the end of the file.
         progress: Called with the length of each block.
         nbytes: The length of the file. Only `git-sha1` needs it.
 
@@ -61,7 +61,8 @@ def digest_file(
 
 
 def _start_hash(algorithm: str) -> HashState:
-    """Return the hash of no bytes. The libraries are imported here, because few callers need them."""
+    """Return a hash without any bytes, to which the blocks of a file are added."""
+    # Few callers need a hash, so its library is imported here.
     if algorithm == "sha256":
         from hashlib import sha256
 

@@ -62,6 +62,7 @@ class ViewTable(Table):
     """
 
     def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
+        """Create a table of these tensors, in their order."""
         self.names = [*tensors]
         self._lazy_tensors = [*tensors.values()]
         self._was_searched = False
@@ -77,6 +78,7 @@ class ViewTable(Table):
         return getattr(table, name)
 
     def dtype_and_shape(self, name: str) -> tuple[DType, tuple[int, ...]]:
+        """Return the dtype and the shape of a tensor, without computing the columns."""
         tensor = self.lazy_tensor(self.row_indices[name])
         return tensor.dtype, tensor.shape
 
@@ -104,8 +106,8 @@ def tabulate(names: Sequence[str], tensors: Sequence[LazyTensor]) -> Table:
 class _TableBuilder(Struct):
     """The columns of a table while lazy tensors are added to it.
 
-    Most tensors are rows of an open checkpoint. Its storages are taken over as they are. The storages
-    of other tensors are collected one by one, and get the indices after those.
+    Most tensors are rows of an open checkpoint. Its storages are taken over as they are. The
+    storages of other tensors are collected one by one, and get the indices after those.
     """
 
     kind_indices: list[int]
@@ -159,7 +161,8 @@ class _TableBuilder(Struct):
 
     def add_row(self, row: int, tensor: LazyTensor) -> None:
         """Add any tensor, as a row over one range of a file if it is one, else as irregular row."""
-        # Dtypes and traits are compared by identity, which is faster. Nearly all are the same object.
+        # Dtypes and traits are compared by identity, which is faster. Nearly all are the same
+        # object.
         kind_key: object = (id(tensor.dtype), tensor.shape, id(tensor.traits))
         position = _locate_in_file(tensor)
         if position is None:
@@ -313,6 +316,7 @@ class FileStorages(FileColumns):
         self._labels = names if labels is None else labels
 
     def __len__(self) -> int:
+        """Return the number of storages."""
         return len(self.starts)
 
     def with_names(self, names: Sequence[str], rows: Ints, storage_indices: Ints) -> FileStorages:
@@ -443,6 +447,7 @@ class FileStorages(FileColumns):
         return contents
 
     def _build_corrupted_error(self, storage_index: int, expected: int, found: int) -> Corrupted:
+        """Return the error for a storage whose bytes have another checksum than recorded."""
         return Corrupted(
             "the source does not have the checksum that it records: it changed after it was "
             "written; get it again",
@@ -468,6 +473,7 @@ class JoinedStorages(FileStorages):
     """The storages of several checkpoints, one after the other."""
 
     def __init__(self, members: Sequence[FileStorages]) -> None:
+        """Join the columns of several `FileStorages`. A file of several members is listed once."""
         files: list[StoredFile] = []
         file_index: dict[tuple[int, int, str], int] = {}
         file_columns: list[Ints] = []
@@ -497,12 +503,20 @@ class JoinedStorages(FileStorages):
         )
 
     def find_duplicates(self, first: int) -> dict[int, int]:
-        """Return for each storage from an index on the equal one before that index, if there is one."""
+        """Find storages that are equal to another one.
+
+        Args:
+            first: The index from which on storages are looked up.
+
+        Returns:
+            The index of an equal storage before `first`, by the index of a storage from there on.
+        """
         candidates = np.flatnonzero(np.isin(self.starts[:first], self.starts[first:]))
         if not len(candidates):
             return {}
 
         def list_ranges(storage_indices: Ints) -> Iterator[tuple[int, ...]]:
+            """Return the file, start, length and checksum of each of these storages."""
             columns = (self.file_indices, self.starts, self.nbytes, self.crcs)
             return zip(*(column[storage_indices].tolist() for column in columns), strict=True)
 

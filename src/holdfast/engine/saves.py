@@ -1,7 +1,7 @@
 """`SavePlan`: every file of a save, byte by byte, before the first byte is written.
 
-A file is a sequence of segments. Everything except checksums is known when the plan is made. So every
-offset is known as well, and several threads can write the segments in any order:
+A file is a sequence of segments. Everything except checksums is known when the plan is made. So
+every offset is known as well, and several threads can write the segments in any order:
 
     Literal    bytes that are known: headers, names, padding
     Data       the elements of one tensor, in C order and little-endian; their checksum is computed
@@ -42,15 +42,15 @@ BATCH_TENSOR_COUNT = 1 << 13
 kilobyte on the way, however short it is. That memory is free again before the next batch."""
 
 KEY_MARK = "\udc00"
-"""Separates a label from what else is known of its data. It is half of a surrogate pair, which no name
-that is saved contains."""
+"""Separates a label from what else is known of its data. It is half of a surrogate pair, which no
+name that is saved contains."""
 
 HASH_KEY = KEY_MARK + "hash"
 """Follows the label of data in the key of its content hash, among the checksums."""
 
 HEAD_KEY = KEY_MARK + "head"
-"""Follows the label of data in the key of its head, the CRC-32 of its first bytes. The head is 0 for
-data that is too short to have one (`core/content_hash.py`)."""
+"""Follows the label of data in the key of its head, the CRC-32 of its first bytes. The head is 0
+for data that is too short to have one (`core/content_hash.py`)."""
 
 MISTAKEN_KEY = KEY_MARK + "mistaken"
 """For the second checksum of torch's writer (`formats.torch.write.mistaken_crc`)."""
@@ -77,8 +77,8 @@ def remove_hashes(crcs: dict[str, int]) -> dict[str, int]:
 def join_pieces(pieces: Iterable[bytes], nbytes: int) -> bytes:
     """Join pieces whose total length is known, without keeping them in memory.
 
-    `b"".join` would first collect all pieces in a list. For a million tensors the list would take as
-    much memory as the result.
+    `b"".join` would first collect all pieces in a list. For a million tensors the list would take
+    as much memory as the result.
     """
     buffer = BytesIO()
     # Allocate all memory at once.
@@ -108,6 +108,7 @@ class Literal(Value, frozen=True):
 
     @property
     def nbytes(self) -> int:
+        """The length of the segment."""
         return len(self.data)
 
 
@@ -126,6 +127,7 @@ class Data(Value, frozen=True):
     """Computed from the tensor; a value that is passed is ignored."""
 
     def __post_init__(self) -> None:
+        """Compute the length once. A property would compute it again for every use."""
         force_setattr(self, "nbytes", self.tensor.nbytes)
 
 
@@ -140,6 +142,7 @@ class Memory(Value, frozen=True):
 
     @property
     def nbytes(self) -> int:
+        """The length of the segment."""
         return self.content.nbytes
 
 
@@ -181,8 +184,8 @@ class Late(Value, frozen=True):
     make: Callable[[Mapping[str, int]], bytes]
     """Makes the bytes, exactly `nbytes`, from the CRC-32 of all data of the plan by label."""
     needs: str | None = None
-    """The label of the only data that it depends on, if it is only one. Then the bytes can be made as
-    soon as this data has been written."""
+    """The label of the only data that it depends on, if it is only one. Then the bytes can be made
+    as soon as this data has been written."""
 
 
 Segment = Literal | Data | Memory | Gathered | Hole | Late
@@ -220,6 +223,7 @@ class FilePlan(Value, frozen=True):
     """Computed from the segments; a value that is passed is ignored."""
 
     def __post_init__(self) -> None:
+        """Compute the length of the file once. A file can have a hundred thousand segments."""
         force_setattr(self, "nbytes", sum([segment.nbytes for segment in self.segments]))
 
     def forget_segments(self) -> None:
@@ -262,8 +266,8 @@ class SavePlan(Value, frozen=True):
     is_copy: bool = False
     """Whether this copies another checkpoint as it is, with the same file names."""
     attributes: Mapping[str, str] = field(default_factory=dict)
-    """Attributes for the object of the manifest in an object store, which can be read without reading
-    the object."""
+    """Attributes for the object of the manifest in an object store, which can be read without
+    reading the object."""
 
     @property
     def nbytes(self) -> int:

@@ -2,13 +2,13 @@
 
 `scan` reads every byte once, whatever is computed from it:
 
-1. Each tensor is cut into blocks: ranges of its elements in C order, or rectangles if whole rows would
-   be too large.
+1. Each tensor is cut into blocks: ranges of its elements in C order, or rectangles if whole rows
+   would be too large.
 2. If a tensor is one range of a file, so is each range of its elements. Small neighbors are read
    together.
 3. All other blocks are read by the source of the tensor.
-4. The blocks go to an accumulator of the tensor (`numeric/`). It is made before the first block, and
-   asked for its result after the last one.
+4. The blocks go to an accumulator of the tensor (`numeric/`). It is made before the first block,
+   and asked for its result after the last one.
 
 If a tensor is read as one block and its file records a checksum, the checksum is compared.
 """
@@ -43,16 +43,16 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 BLOCK_ELEMENTS = 1 << 18
-"""The most elements of a block: 2 MiB as float64. It is a multiple of eight, so that packed types are
-cut between bytes."""
+"""The most elements of a block: 2 MiB as float64. It is a multiple of eight, so that packed types
+are cut between bytes."""
 
 LOCAL = replace(SUMS, separate_nbytes=256 << 10, block_nbytes=1 << 20)
-"""How blocks of local files are joined. What is read together stays in the cache of a core until the
-last block of it has been processed."""
+"""How blocks of local files are joined. What is read together stays in the cache of a core until
+the last block of it has been processed."""
 
 ElementBlock = tuple[int, int] | Box
-"""The elements [start, stop) of a tensor in C order, or a rectangle of the tensor as a matrix, whose
-rows are the first axis and whose columns are all others."""
+"""The elements [start, stop) of a tensor in C order, or a rectangle of the tensor as a matrix,
+whose rows are the first axis and whose columns are all others."""
 
 FileRange = tuple[str, int, int]
 """The file, the first byte and the length of a range."""
@@ -224,6 +224,7 @@ class _ScanState(Generic[T]):
         make: Callable[[int], Accumulator[T]],
         progress: Progress | None,
     ) -> None:
+        """Start without accumulators. For the arguments, see `scan`."""
         self.tensors = tensors
         self.remaining_blocks: list[int] = []
         """How many blocks of each tensor have not been processed."""
@@ -254,6 +255,7 @@ class _ScanState(Generic[T]):
         """
 
         def find_tensor_name(range_index: int) -> str:
+            """Return the name of a tensor that has this range, for errors."""
             first_block = range_blocks[range_index][0]
             return self.tensors[first_block.tensor_index].name
 
@@ -278,7 +280,7 @@ class _ScanState(Generic[T]):
                     self._process(block.tensor_index, block.elements, values)
 
     def _process(self, tensor_index: int, block: ElementBlock, values: np.ndarray) -> None:
-        """Pass a block to the accumulator of its tensor, and get the result after the last block."""
+        """Pass a block to the accumulator of its tensor. After the last block, get the result."""
         tensor = self.tensors[tensor_index]
         if values.dtype == np.bool_:
             values = values.view(np.uint8)

@@ -4,8 +4,8 @@
     row_edges      0      1      3      4      5
     rows           0      1  4   2      3           rows 1 and 4 are tied: both use range 1
 
-The rows of range `i` are `rows[row_edges[i]:row_edges[i + 1]]`, in ascending order. Ranges are in the
-order of the first row that uses them. A tensor without bytes uses no range.
+The rows of range `i` are `rows[row_edges[i]:row_edges[i + 1]]`, in ascending order. Ranges are in
+the order of the first row that uses them. A tensor without bytes uses no range.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class StoredRanges(Value, frozen=True, eq=False):
     rows: Ints
 
     def __len__(self) -> int:
+        """Return the number of ranges."""
         return len(self.crcs)
 
     @property
@@ -154,7 +155,11 @@ def _group_rows(range_indices: Ints, rows: Ints, range_count: int) -> tuple[Ints
 
 
 def find_store(source: Source, key: str) -> Store:
-    """Return the store that has the bytes of a key: that of the files, or one that inflates them."""
+    """Return the store that has the content of a key.
+
+    A virtual store adds computed files, such as the content of a compressed record, to the files of
+    another store. For a computed file it is the virtual store, for all others the store under it.
+    """
     return source.store.get_underlying_store(key) or source.store
 
 
@@ -172,6 +177,7 @@ def find_stored_ranges(table: Table, irregular_uses: Iterable[StorageUse]) -> St
     stores: list[Store] = []
 
     def add_file(store: Store, key: str) -> int:
+        """Return the index of a file, which is added if it is new."""
         index = file_index.setdefault((id(store), key), len(stores))
         if index == len(stores):
             stores.append(store)

@@ -1,11 +1,11 @@
 """Writes the files of a save plan, with several threads, and computes checksums on the way.
 
-1. A large tensor is cut into blocks. Data in memory is written from where it lies. Data of a file is
-   read into scratch memory, one block for each thread.
+1. A large tensor is cut into blocks. Data in memory is written from where it lies. Data of a file
+   is read into scratch memory, one block for each thread.
 2. Small neighboring segments form a batch, which is written by one call. A system call for each of
    them would cost more than its bytes. So fifty thousand headers become a few writes.
-3. The thread that has a block computes its CRC-32, and its hash if the plan asks for one. The CRC-32
-   of a tensor is combined from those of its blocks.
+3. The thread that has a block computes its CRC-32, and its hash if the plan asks for one. The
+   CRC-32 of a tensor is combined from those of its blocks.
 4. A `Gathered` segment is made and written by one thread. It computes the checksums of its items.
 5. A `Late` segment that needs the checksum of one tensor is made together with that tensor, if both
    are in one batch. The other `Late` segments are made and written after all data.
@@ -79,8 +79,8 @@ SMALL_DIVISOR = 16
 """Data of a store that prefers reads of a certain size is small up to that size divided by this."""
 
 MAX_GATHERING_THREADS = 4
-"""The most threads that write a file that is mostly `Gathered` segments. To make such a segment takes
-Python code, which holds the interpreter lock: sixteen threads would mostly wait for it."""
+"""The most threads that write a file that is mostly `Gathered` segments. To make such a segment
+takes Python code, which holds the interpreter lock: sixteen threads would mostly wait for it."""
 
 CHANGED_BYTES = (
     "what was written does not read back the same: the disk or the memory is failing; "
@@ -262,9 +262,11 @@ def write_range(
     request_count = max([store.read_profile.request_count for store in stores], default=0)
     if not threads:
         gathered_nbytes = sum(s.nbytes for s in plan.segments if isinstance(s, Gathered))
+        is_mostly_gathered = 2 * gathered_nbytes > plan.nbytes
         threads = DEFAULT_THREADS
-        if 2 * gathered_nbytes > plan.nbytes:
+        if is_mostly_gathered:
             threads = min(threads, MAX_GATHERING_THREADS)
+        # A thread that reads from a remote store mostly waits, so there is one for each request.
         threads = max(threads, request_count)
     if not block:
         # A remote store is asked for large blocks, because each request takes long.
@@ -355,7 +357,8 @@ class RankSums(Struct):
 
     def add_to(self, plan: FilePlan, sums: FileSums) -> None:
         """Add what the other rank wrote to the checksums of the file."""
-        for index, start, nbytes, crc in np.frombuffer(self.blocks, "<i8").reshape(-1, 4).tolist():
+        rows = np.frombuffer(self.blocks, "<i8").reshape(-1, 4)
+        for index, start, nbytes, crc in rows.tolist():
             segment = plan.segments[index]
             assert isinstance(segment, Data | Memory)  # the ranks have the same plan
             sums.add_crc(segment, start, nbytes, crc)
@@ -383,6 +386,7 @@ def assemble_file(plan: FilePlan, crcs: Mapping[str, int]) -> tuple[bytes, Recei
     stores = [s.tensor.source.store for s in plan.segments if isinstance(s, Data)]
     sequential_stores = [store for store in stores if store.read_profile.is_sequential]
     if sequential_stores:
+        # `run_reads` keeps such a store open for reading, and has everything read by this thread.
         task = lambda: pieces.extend(_assemble_pieces(plan.segments, sums))  # noqa: E731
         run_reads([task], 1, stores=sequential_stores)
     else:
@@ -436,6 +440,13 @@ class _SegmentWriter:
     """Writes segments of one file and collects their checksums. Several threads use it at once."""
 
     def __init__(self, file: WritableFile, sums: FileSums, progress: Progress | None) -> None:
+        """Prepare to write to a file.
+
+        Args:
+            file: The file, which is long enough already.
+            sums: Receives the checksums of what is written.
+            progress: Called after each write with its length.
+        """
         self._file = file
         self._sums = sums
         self._progress = progress
@@ -458,28 +469,29 @@ class _SegmentWriter:
                 yield offset, partial(self._write_gathered, segment, offset)
             elif isinstance(segment, Data | Memory):
                 for start, borrow in cut_segment(segment, block_nbytes):
-                    yield offset + start, partial(self._write_block, segment, start, borrow, offset)
+                    yield offset + start, partial(self._write_block, segment, offset, start, borrow)
             # Nothing is written for a large hole: `allocate` has made the file long enough.
 
     def _write_block(
-        self, segment: Data | Memory, start: int, borrow: BorrowBytes, offset: int
+        self, segment: Data | Memory, segment_offset: int, block_start: int, borrow: BorrowBytes
     ) -> None:
         """Write one block of a large segment.
 
         Args:
             segment: The segment.
-            start: The offset of the block in the segment.
+            segment_offset: The offset of the segment in the file.
+            block_start: The offset of the block in the segment.
             borrow: Reads the block.
-            offset: The offset of the segment in the file.
         """
+        offset = segment_offset + block_start
         with ExitStack() as stack:
             # Only errors of reading concern the tensor. A failed write concerns the file.
             with error_context(tensor=segment.label):
                 data = stack.enter_context(borrow())
             nbytes = data.nbytes
-            crc = self._sums.add(segment, start, data)
-            self._file.write(offset + start, data)
-            self._sums.blocks.append(WrittenBlock(offset + start, nbytes, crc))
+            crc = self._sums.add(segment, block_start, data)
+            self._file.write(offset, data)
+            self._sums.blocks.append(WrittenBlock(offset, nbytes, crc))
         if self._progress:
             self._progress(nbytes)
 
@@ -619,6 +631,7 @@ def _assemble_pieces(segments: Sequence[Segment], sums: FileSums) -> list[BytesL
                 sums.add(segment, 0, segment.content)
                 pieces.append(segment.content)
             case Data():
+                # Tensors in memory, and those of sequential stores, have not been read yet.
                 with error_context(tensor=segment.label):
                     data = tensor_bytes.get(segment.label) or read_small_tensor(segment)
                 sums.add(segment, 0, data)
@@ -713,9 +726,9 @@ def check_written(
 ) -> None:
     """Read a file back and compare it with the checksums of what was written.
 
-    Usually the blocks are compared. They include headers, and there are few of them even if the file
-    has a hundred thousand tensors. If a block differs, or if blocks are missing, all tensors are
-    compared one by one, so that the error can name the damaged tensor.
+    Usually the blocks are compared. They include headers, and there are few of them even if the
+    file has a hundred thousand tensors. If a block differs, or if blocks are missing, all tensors
+    are compared one by one, so that the error can name the damaged tensor.
 
     Args:
         plan: The file that was written.
@@ -783,6 +796,7 @@ def _find_wrong_block(
     wrong_blocks: list[WrittenBlock] = []
 
     def check(block: WrittenBlock) -> None:
+        """Read one block, and note it if its bytes have another checksum."""
         content = scratch.reserve(block.nbytes)
         try:
             read_at(descriptor, block.offset, content)
@@ -799,7 +813,16 @@ def _find_wrong_block(
 def read_file_crcs(
     plan: FilePlan, descriptor: int, *, threads: int | None = None
 ) -> dict[str, int]:
-    """Read an open file that was written by this plan, and return the CRC-32 of its data by label."""
+    """Read a file back, and return the CRC-32 of each `Data` and `Memory` segment and item.
+
+    Args:
+        plan: The plan that the file was written by.
+        descriptor: The file, open for reading.
+        threads: The number of threads.
+
+    Returns:
+        The checksums by label.
+    """
     store = Virtual("<written>")
     key = store.put(VirtualFile(plan.nbytes, partial(read_at, descriptor)))
     return read_stored_crcs(plan, store, key, threads=threads)
@@ -808,7 +831,17 @@ def read_file_crcs(
 def read_stored_crcs(
     plan: FilePlan, store: Store, key: str, *, threads: int | None = None
 ) -> dict[str, int]:
-    """Read a stored file that was written by this plan, and return the CRC-32 of its data by label."""
+    """Read a file of a store back, and return the CRC-32 of its data.
+
+    Args:
+        plan: The plan that the file was written by.
+        store: The store that has the file, such as a bucket.
+        key: The name of the file in the store.
+        threads: The number of threads.
+
+    Returns:
+        The checksums by label.
+    """
     labels: list[str] = []
     starts: list[int] = []
     range_nbytes: list[int] = []
