@@ -94,7 +94,7 @@ with DirectoryTransaction(sys.argv[1], durable=False) as folder:
     for i in range(200):
         with open(os.path.join(folder.hidden_path, f"x{i}"), "wb") as file:
             file.write(b"12345")
-        folder.join(f"x{i}", 5)
+        folder.add_from_rank(f"x{i}", 5)
     folder.commit()
 assert len(os.listdir(sys.argv[1])) == 200
 """,
