@@ -1,8 +1,10 @@
-"""Write a plan from front to back, to anything that has a `write`: buffers, sockets' files, compressors.
+"""Writes a planned file from front to back, to a buffer, a socket, an upload or a compressor.
 
-There is one writer. A format with its sums in
-front of the data (safetensors) is read twice, summed first and then written, unless its source records the sums: those are compared
-when the data passes by. A remote store is read ahead: it has as many requests under way as it wants, and blocks are written in
+A stream cannot go back. If a format has checksums in front of the data (safetensors), all data is
+read twice: once for its checksums, and once to write it. If the source records the checksums, the
+data is read once, and compared with them as it is written.
+
+Data of a remote store is read ahead: several requests are in flight, and their blocks are written in
 order.
 """
 
@@ -12,9 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
-from typing import Protocol
-
-from msgspec import Struct
+from typing import Protocol, TypeGuard
 
 from holdfast.core.content_hash import ContentHasher
 from holdfast.core.crc import crc32
@@ -26,8 +26,6 @@ from holdfast.engine.blocks import (
     split_into_blocks,
 )
 from holdfast.engine.saves import (
-    HASH_KEY,
-    HEAD_KEY,
     Data,
     FilePlan,
     Gathered,
@@ -35,7 +33,9 @@ from holdfast.engine.saves import (
     Late,
     Literal,
     Memory,
+    Segment,
     check_length,
+    get_hash_fields,
     list_sum_keys,
 )
 from holdfast.engine.threads import BackgroundCall
@@ -51,273 +51,354 @@ from holdfast.engine.write import (
 from holdfast.errors import SaveError, error_context
 
 BLOCK_NBYTES = 4 << 20
-REMOTE_BLOCK_NBYTES = 8 << 20
+"""How much data of a local store is read and written at a time."""
 
-JOINED_NBYTES = 256 << 10
+REMOTE_BLOCK_NBYTES = 8 << 20
+"""How much data of a remote store one request reads."""
+
+BUFFER_NBYTES = 256 << 10
+"""Smaller pieces are collected and written together."""
 
 ZEROS = bytes(1 << 20)
 
+ReadBlocks = Callable[[], list[memoryview]]
+"""Reads one or several blocks of data."""
+
 
 class Writer(Protocol):
-    """Anything with a `write` that takes bytes and memoryviews."""
+    """Anything with a `write` that takes bytes and memoryviews, such as a binary file."""
 
-    def write(self, data: bytes | memoryview, /) -> object: ...
+    def write(self, data: bytes | memoryview, /) -> object:
+        """Write data. Return how many bytes were written; anything but a number means all."""
 
 
 class CountingWriter(Value, frozen=True):
+    """Passes data on to a file, and reports how many bytes were written."""
+
     file: Writer
     progress: Callable[[int], None]
+    """Called with the number of bytes of each write."""
 
     def write(self, data: bytes | memoryview, /) -> object:
-        done = self.file.write(data)
-        self.progress(done if type(done) is int else memoryview(data).nbytes)
-        return done
+        """Write data, and report it."""
+        written = self.file.write(data)
+        if type(written) is int:
+            self.progress(written)
+        else:
+            self.progress(memoryview(data).nbytes)
+        return written
 
     def flush(self) -> None:
+        """Flush the file, if it can be flushed."""
         _flush(self.file)
 
 
-def write_stream(
-    plan: FilePlan, target: Writer, *, known: Mapping[str, int] | None = None, requests: int | None = None,
-    block: int = REMOTE_BLOCK_NBYTES,
-) -> dict[str, int]:  # fmt: skip
-    """Write all segments in order, and flush the target if it can. Gives the CRC-32 of each piece of data, by its label. `known`
-    are those of files that were written before. `requests` bounds how many blocks of remote data are read ahead, of `block` bytes
-    each. Raises `SaveError` where data changed between two readings, `Corrupted` where it is not what its source records."""
-    if plan.nbytes < GATHER_NBYTES:
-        content, receipt = assemble_file(plan, known or {})
-        write_all(target, content)
-        _flush(target)
-        return receipt.crcs
-    remote = [
-        segment
-        for segment in plan.segments
-        if isinstance(segment, Data) and segment.tensor.source.store.read_profile.request_count
-    ]
-    wanted = max(
-        (segment.tensor.source.store.read_profile.request_count for segment in remote), default=0
-    )
-    window = max(1, min(wanted, requests or wanted))
-    foreseen: dict[str, int] = {}
-    if _asks_ahead(plan):
-        data = [segment for segment in plan.segments if isinstance(segment, Data)]
-        crcs = {segment.label: find_expected_crc(segment) for segment in data}
-        foreseen = {label: crc for label, crc in crcs.items() if crc is not None}
-        unknown = [segment for segment in remote if segment.label not in foreseen]
-        with closing(_ahead(_fetches(unknown, block), window)) as blocks:
-            foreseen |= _sums(plan, blocks, known=foreseen)
-    with closing(_ahead(_fetches(remote, block), window)) as blocks:
-        return _write_all(plan, target, foreseen, known=known, blocks=blocks)
+class _NullWriter:
+    """Drops everything, for data that is read only for its checksum."""
 
-
-def _write_all(
-    plan: FilePlan,
-    target: Writer,
-    foreseen: Mapping[str, int],
-    *,
-    known: Mapping[str, int] | None,
-    blocks: Iterator[memoryview],
-) -> dict[str, int]:
-    crcs = {**(known or {}), **foreseen}
-    own = {*list_sum_keys(plan.segments)}
-    joined = _Joining(target)
-    for segment in plan.segments:
-        match segment:
-            case Literal():
-                joined.write(segment.data)
-            case Late():
-                joined.write(check_length(segment.make(crcs), segment.nbytes))
-            case Gathered():
-                content, found = segment.make()
-                joined.write(check_length(content, segment.nbytes))
-                crcs.update(found)
-                own.update(found)
-            case Hole():
-                for start in range(0, segment.nbytes, len(ZEROS)):
-                    joined.write(memoryview(ZEROS)[: segment.nbytes - start])
-            case Data():
-                crcs |= _write_hashed(joined, segment, blocks)
-            case Memory():
-                crcs[segment.label] = _write_data(joined, segment, blocks)
-    joined.flush()
-    changed = [label for label, crc in foreseen.items() if crcs[label] != crc]
-    if changed:
-        check_source(plan, crcs)
-        raise SaveError(
-            f"{changed[0]!r} changed while it was saved; what was written is of no use",
-            tensor=changed[0],
-        )
-    _flush(target)
-    return {label: crcs[label] for label in own if label in crcs}  # not where a record has none
-
-
-def _flush(target: Writer) -> None:
-    finish = getattr(target, "flush", None)
-    if callable(finish):
-        finish()
-
-
-def _asks_ahead(plan: FilePlan) -> bool:
-    """Whether a segment stands before data whose sum it holds."""
-    passed: set[str] = set()
-    waiting = False
-    for segment in plan.segments:
-        match segment:
-            case Data() | Memory() | Gathered() if waiting:
-                return True
-            case Gathered():
-                passed.update(segment.labels)
-            case Data() | Memory():
-                passed.add(segment.label)
-            case Late():
-                waiting = waiting or (segment.needs is None or segment.needs not in passed)
-    return False
-
-
-def _fetches(remote: Iterable[Data], block: int) -> Iterator[Callable[[], list[memoryview]]]:
-    """All of this data in its order, as calls that read a block each: a piece of a large tensor, or some small ones."""
-    few: list[Data] = []
-    for segment in remote:
-        if segment.nbytes <= GATHER_NBYTES:
-            few.append(segment)
-            if sum(one.nbytes for one in few) >= GATHER_NBYTES:
-                yield partial(_fetch_few, few)
-                few = []
-            continue
-        if few:
-            yield partial(_fetch_few, few)
-            few = []
-        for piece in split_into_blocks(segment.tensor, choose_block_nbytes(segment.tensor, block)):
-            yield partial(_fetch, segment, piece)
-    if few:
-        yield partial(_fetch_few, few)
-
-
-def _fetch(segment: Data, piece: ContiguousBlock) -> list[memoryview]:
-    with error_context(tensor=segment.label):
-        return [read_block(piece)]
-
-
-def _fetch_few(segments: list[Data]) -> list[memoryview]:
-    fetched = read_small_tensors(segments)
-    return [
-        fetched[one.label] if one.label in fetched else memoryview(read_small_tensor(one))
-        for one in segments
-        if one.nbytes
-    ]
-
-
-def _ahead(
-    calls: Iterable[Callable[[], list[memoryview]]], window: int
-) -> Generator[memoryview, None, None]:
-    """What calls give, in their order, so many of them under way at once. Nothing is called before the first is asked for."""
-    waiting: deque[BackgroundCall[list[memoryview]]] = deque()
-    try:
-        for call in calls:
-            waiting.append(BackgroundCall(call).__enter__())
-            if len(waiting) >= window:
-                yield from waiting[0].result()
-                waiting.popleft()
-        while waiting:
-            yield from waiting[0].result()
-            waiting.popleft()
-    finally:
-        for one in waiting:
-            one.__exit__(None, None, None)
-
-
-def _sums(
-    plan: FilePlan, blocks: Iterator[memoryview], *, known: Mapping[str, int]
-) -> dict[str, int]:
-    sums: dict[str, int] = {}
-    for segment in plan.segments:
-        match segment:
-            case Data() | Memory() if segment.label not in known:
-                sums[segment.label] = _write_data(NOWHERE, segment, blocks)
-            case Gathered():
-                content, found = segment.make()
-                check_length(content, segment.nbytes)
-                sums.update(found)
-    return sums
-
-
-class Nowhere:
     def write(self, data: bytes | memoryview, /) -> None:
-        """Drop the bytes."""
+        """Drop the data."""
 
 
-NOWHERE = Nowhere()
+class _BufferedWriter:
+    """Collects small pieces and writes them together.
 
+    A write to an object store is a call on another thread, so many small ones would be slow.
+    """
 
-class _Joining:
-    """A target that is given small pieces together: a write to an object store is a call on another thread."""
-
-    def __init__(self, target: Writer) -> None:
-        self._target = target
+    def __init__(self, file: Writer) -> None:
+        """Start with an empty buffer."""
+        self._file = file
         self._pieces: list[bytes] = []
         self._nbytes = 0
 
     def write(self, data: bytes | memoryview, /) -> None:
-        if len(data) >= JOINED_NBYTES:
+        """Write large data at once, or add small data to the buffer."""
+        if len(data) >= BUFFER_NBYTES:
             self.flush()
-            write_all(self._target, data)
+            write_all(self._file, data)
             return
         self._pieces.append(bytes(data))
         self._nbytes += len(data)
-        if self._nbytes >= JOINED_NBYTES:
+        if self._nbytes >= BUFFER_NBYTES:
             self.flush()
 
     def flush(self) -> None:
+        """Write what the buffer has."""
         if self._pieces:
-            write_all(self._target, b"".join(self._pieces))
+            write_all(self._file, b"".join(self._pieces))
             self._pieces.clear()
             self._nbytes = 0
 
 
-class _Hashing(Struct):
-    target: Writer
-    hashed: ContentHasher
-    at: int = 0
+class _HashingWriter:
+    """Computes the content hash of data while it is written."""
+
+    def __init__(self, writer: Writer, segment: Data) -> None:
+        """Prepare to write the data of one segment."""
+        self._writer = writer
+        self._offset = 0
+        self.hasher = ContentHasher(segment.nbytes, needs_hash=segment.hashing == "hash")
 
     def write(self, data: bytes | memoryview, /) -> None:
-        self.hashed.add(self.at, data)
-        self.at += memoryview(data).nbytes
-        write_all(self.target, data)
+        """Write the next piece of the data."""
+        self.hasher.add(self._offset, data)
+        self._offset += memoryview(data).nbytes
+        write_all(self._writer, data)
 
 
-def _write_hashed(target: Writer, segment: Data, blocks: Iterator[memoryview]) -> dict[str, int]:
-    """Write the data; its sum, and its hash where that is wanted, under the keys of both."""
-    label = segment.label
-    if not segment.hashing:
-        return {label: _write_data(target, segment, blocks)}
-    through = _Hashing(target, ContentHasher(segment.nbytes, needs_hash=segment.hashing == "hash"))
-    crc, found = _write_data(through, segment, blocks), through.hashed.result()
-    return {label: crc, label + HASH_KEY: found.hash or 0, label + HEAD_KEY: found.head or 0}
+def write_all(writer: Writer, data: bytes | memoryview) -> None:
+    """Write all of the data, even if the writer takes less at a time.
+
+    An unbuffered file writes at most 2 GiB by one call, and returns how much it has written.
+    """
+    remaining = memoryview(data)
+    while remaining.nbytes:
+        written = writer.write(remaining)
+        if type(written) is not int or written >= remaining.nbytes:
+            return
+        remaining = remaining[written:]
 
 
-def _write_data(target: Writer, segment: Data | Memory, blocks: Iterator[memoryview]) -> int:
-    """Write the data, and return its sum."""
+def _flush(writer: Writer) -> None:
+    """Flush a writer, if it has a method for that."""
+    flush = getattr(writer, "flush", None)
+    if callable(flush):
+        flush()
+
+
+def write_stream(
+    plan: FilePlan,
+    file: Writer,
+    *,
+    known: Mapping[str, int] | None = None,
+    requests: int | None = None,
+    block: int = REMOTE_BLOCK_NBYTES,
+) -> dict[str, int]:
+    """Write all segments of a planned file in order, and flush the file if it can be flushed.
+
+    Args:
+        plan: The planned file.
+        file: Receives the bytes.
+        known: The checksums of files that were written before, which this file may contain.
+        requests: The most blocks of remote data that are read ahead. None for as many as the store
+            prefers.
+        block: The size of these blocks.
+
+    Returns:
+        The CRC-32 of all data by label, and content hashes under their own keys.
+
+    Raises:
+        SaveError: Data changed between the two times that it was read.
+        Corrupted: Data is not what its source records.
+    """
+    if plan.nbytes < GATHER_NBYTES:
+        content, receipt = assemble_file(plan, known or {})
+        write_all(file, content)
+        _flush(file)
+        return receipt.crcs
+
+    remote_segments = [segment for segment in plan.segments if _is_remote(segment)]
+    request_counts = [_count_requests(segment) for segment in remote_segments]
+    preferred_count = max(request_counts, default=0)
+    window = max(1, min(preferred_count, requests or preferred_count))
+
+    expected_crcs: dict[str, int] = {}
+    if _has_checksums_before_data(plan):
+        for segment in plan.segments:
+            if isinstance(segment, Data):
+                crc = find_expected_crc(segment)
+                if crc is not None:
+                    expected_crcs[segment.label] = crc
+        unknown_segments = [
+            segment for segment in remote_segments if segment.label not in expected_crcs
+        ]
+        with closing(_read_ahead(_cut_remote_data(unknown_segments, block), window)) as blocks:
+            expected_crcs |= _compute_crcs(plan, blocks, expected_crcs)
+    with closing(_read_ahead(_cut_remote_data(remote_segments, block), window)) as blocks:
+        return _write_segments(
+            plan, file, {**(known or {}), **expected_crcs}, expected_crcs, blocks
+        )
+
+
+def _count_requests(segment: Data) -> int:
+    """Return how many requests the store of some data should receive at the same time."""
+    return segment.tensor.source.store.read_profile.request_count
+
+
+def _is_remote(segment: Segment) -> TypeGuard[Data]:
+    """Return whether a segment is data of a remote store."""
+    return isinstance(segment, Data) and _count_requests(segment) > 0
+
+
+def _has_checksums_before_data(plan: FilePlan) -> bool:
+    """Return whether a segment contains checksums of data that comes after it."""
+    labels_before: set[str] = set()
+    has_unknown_checksum = False
+    for segment in plan.segments:
+        if isinstance(segment, Late):
+            # Without a label, a segment depends on all data of the plan.
+            if segment.needs is None or segment.needs not in labels_before:
+                has_unknown_checksum = True
+        elif isinstance(segment, Data | Memory | Gathered):
+            if has_unknown_checksum:
+                return True
+            if isinstance(segment, Gathered):
+                labels_before.update(segment.labels)
+            else:
+                labels_before.add(segment.label)
+    return False
+
+
+def _compute_crcs(
+    plan: FilePlan, remote_blocks: Iterator[memoryview], known_crcs: Mapping[str, int]
+) -> dict[str, int]:
+    """Read all data whose checksum is not known, and return the checksums by label."""
+    crcs: dict[str, int] = {}
+    for segment in plan.segments:
+        if isinstance(segment, Gathered):
+            content, item_crcs = segment.make()
+            check_length(content, segment.nbytes)
+            crcs.update(item_crcs)
+        elif isinstance(segment, Data | Memory) and segment.label not in known_crcs:
+            crcs[segment.label] = _write_data(_NullWriter(), segment, remote_blocks)
+    return crcs
+
+
+def _write_segments(
+    plan: FilePlan,
+    file: Writer,
+    crcs: dict[str, int],
+    expected_crcs: Mapping[str, int],
+    remote_blocks: Iterator[memoryview],
+) -> dict[str, int]:
+    """Write all segments of a planned file in order, and flush the file.
+
+    Args:
+        plan: The planned file.
+        file: Receives the bytes.
+        crcs: All checksums that are known. Those of the data are added as it is written.
+        expected_crcs: The checksums that the data must have.
+        remote_blocks: The blocks of all remote data of the plan, in order.
+
+    Returns:
+        The checksums and hashes of the data of this plan.
+    """
+    sum_keys = set(list_sum_keys(plan.segments))
+    writer = _BufferedWriter(file)
+    for segment in plan.segments:
+        match segment:
+            case Literal():
+                writer.write(segment.data)
+            case Late():
+                writer.write(check_length(segment.make(crcs), segment.nbytes))
+            case Gathered():
+                content, item_crcs = segment.make()
+                writer.write(check_length(content, segment.nbytes))
+                crcs.update(item_crcs)
+                sum_keys.update(item_crcs)
+            case Hole():
+                for start in range(0, segment.nbytes, len(ZEROS)):
+                    writer.write(memoryview(ZEROS)[: segment.nbytes - start])
+            case Data() if segment.hashing:
+                hashing_writer = _HashingWriter(writer, segment)
+                crcs[segment.label] = _write_data(hashing_writer, segment, remote_blocks)
+                crcs |= get_hash_fields(segment.label, hashing_writer.hasher.result())
+            case Data() | Memory():
+                crcs[segment.label] = _write_data(writer, segment, remote_blocks)
+    writer.flush()
+
+    for label, expected_crc in expected_crcs.items():
+        if crcs[label] != expected_crc:
+            # If the source records checksums, the error says that the source is damaged.
+            check_source(plan, crcs)
+            raise SaveError(
+                f"{label!r} changed while it was saved; discard what was written and save again",
+                tensor=label,
+            )
+    _flush(file)
+    # A segment of many small tensors may have no hash of some of them.
+    return {key: crcs[key] for key in sum_keys if key in crcs}
+
+
+def _write_data(writer: Writer, segment: Data | Memory, remote_blocks: Iterator[memoryview]) -> int:
+    """Write the bytes of one segment, and return their CRC-32.
+
+    Args:
+        writer: Receives the bytes.
+        segment: The segment.
+        remote_blocks: The next of these blocks are those of the segment, if it is remote.
+    """
     crc = 0
-    if isinstance(segment, Data) and segment.tensor.source.store.read_profile.request_count:
-        left = segment.nbytes
-        while left:
-            ahead = next(blocks)
-            left -= ahead.nbytes
-            crc = crc32(ahead, crc)
-            write_all(target, ahead)
+    if _is_remote(segment):
+        remaining_nbytes = segment.nbytes
+        while remaining_nbytes:
+            block = next(remote_blocks)
+            remaining_nbytes -= block.nbytes
+            crc = crc32(block, crc)
+            write_all(writer, block)
         return crc
-    for _, lend in cut_segment(segment, BLOCK_NBYTES):
-        with lend() as data:
+    for _, lend_block in cut_segment(segment, BLOCK_NBYTES):
+        with lend_block() as data:
             crc = crc32(data, crc)
-            write_all(target, data)
+            write_all(writer, data)
     return crc
 
 
-def write_all(target: Writer, data: bytes | memoryview) -> None:
-    """Write everything, where the target takes less at a time and says so (an unbuffered file stops at 2 GiB)."""
-    view = memoryview(data)
-    while view.nbytes:
-        done = target.write(view)
-        if type(done) is not int or done >= view.nbytes:
-            return
-        view = view[done:]
+def _cut_remote_data(segments: Iterable[Data], block_nbytes: int) -> Iterator[ReadBlocks]:
+    """Yield calls that read remote data in order: a block of a large tensor, or several small ones."""
+    small_segments: list[Data] = []
+    small_nbytes = 0
+    for segment in segments:
+        is_small = segment.nbytes <= GATHER_NBYTES
+        if is_small:
+            small_segments.append(segment)
+            small_nbytes += segment.nbytes
+        if small_segments and (not is_small or small_nbytes >= GATHER_NBYTES):
+            yield partial(_read_small_segments, small_segments)
+            small_segments = []
+            small_nbytes = 0
+        if not is_small:
+            tensor = segment.tensor
+            for block in split_into_blocks(tensor, choose_block_nbytes(tensor, block_nbytes)):
+                yield partial(_read_large_block, segment.label, block)
+    if small_segments:
+        yield partial(_read_small_segments, small_segments)
+
+
+def _read_large_block(label: str, block: ContiguousBlock) -> list[memoryview]:
+    """Read one block of a large tensor."""
+    with error_context(tensor=label):
+        return [read_block(block)]
+
+
+def _read_small_segments(segments: list[Data]) -> list[memoryview]:
+    """Read several small tensors together, each as one block. Empty ones have none."""
+    contents = read_small_tensors(segments)
+    blocks: list[memoryview] = []
+    for segment in segments:
+        if segment.label in contents:
+            blocks.append(contents[segment.label])
+        elif segment.nbytes:
+            blocks.append(memoryview(read_small_tensor(segment)))
+    return blocks
+
+
+def _read_ahead(calls: Iterable[ReadBlocks], window: int) -> Generator[memoryview, None, None]:
+    """Yield the blocks that calls read, in order, while further calls are running.
+
+    Nothing is called before the first block is requested. At most `window` calls run at a time.
+    """
+    running: deque[BackgroundCall[list[memoryview]]] = deque()
+    try:
+        for call in calls:
+            running.append(BackgroundCall(call).__enter__())
+            if len(running) >= window:
+                yield from running[0].result()
+                running.popleft()
+        while running:
+            yield from running[0].result()
+            running.popleft()
+    finally:
+        for background_call in running:
+            background_call.__exit__(None, None, None)
