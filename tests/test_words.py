@@ -53,12 +53,14 @@ WORDS = {
 
 CLASSES = {
     "Copy": "StoredCopy",
+    "DocumentKind": "DocumentType",
     "Extent": "StorageRange",
     "Hashed": "HashAndHead",
     "Matched": "RowMatches",
     "Medium": "ReadProfile",
     "Met": "Overlaps",
     "Part": "LayoutPart",
+    "Places": "ChunkLookup",
     "Piece": "BytesLike, or a name that says what it is a piece of",
     "Read": "JoinedRead",
     "Sent": "PortableMethod",

@@ -1,4 +1,4 @@
-"""`holdfast.metadata` by itself, without torch, and what `Checkpoint.describe()` says of every format."""
+"""`holdfast.metadata` without torch, and what `Checkpoint.describe()` returns for each format."""
 
 from __future__ import annotations
 
@@ -38,38 +38,38 @@ from holdfast.metadata import (
 F32, I64 = DTYPES.name("float32"), DTYPES.name("int64")
 
 
-def rows(count: int) -> TensorStorageMetadata:
-    """A tensor of `count` rows, each its own chunk."""
+def make_row_chunks(count: int) -> TensorStorageMetadata:
+    """Return a tensor of `count` rows, each of which is a chunk."""
     return TensorStorageMetadata(
         TensorProperties(), (count, 3), [ChunkStorageMetadata((i, 0), (1, 3)) for i in range(count)]
     )
 
 
 class CountedChunk:
-    """A chunk that counts how often it is looked at."""
+    """A chunk that counts how often the offsets of all such chunks are read."""
 
-    looked = 0
+    read_count = 0
 
     def __init__(self, offsets, sizes):
         self.sizes, self._offsets = sizes, offsets
 
     @property
     def offsets(self):
-        CountedChunk.looked += 1
+        CountedChunk.read_count += 1
         return self._offsets
 
 
 # Values.
 
 
-def test_it_needs_no_torch():
+def test_the_module_does_not_import_torch():
     code = "import sys, holdfast.metadata; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("numbers", [(2, 3), [2, 3], Size((2, 3)), range(2, 4), np.array([2, 3])])
-def test_any_sequence_of_integers_is_a_size(numbers):
+def test_a_size_may_be_any_sequence_of_integers(numbers):
     chunk = ChunkStorageMetadata(numbers, numbers)
     assert chunk.offsets == (2, 3)
     assert chunk == ChunkStorageMetadata((2, 3), (2, 3))
@@ -79,12 +79,12 @@ def test_any_sequence_of_integers_is_a_size(numbers):
 
 
 @pytest.mark.parametrize("numbers", [("2", "3"), (1.5,), 3, None])
-def test_what_is_no_size_is_a_type_error(numbers):
+def test_another_size_is_a_type_error(numbers):
     with pytest.raises(TypeError):
         ChunkStorageMetadata(numbers, (1,))
 
 
-def test_a_chunk_is_a_box_and_a_box_is_a_chunk():
+def test_a_chunk_converts_to_a_box_and_back():
     box = holdfast.Box((1, 2), (3, 5))
     assert ChunkStorageMetadata.from_box(box) == ChunkStorageMetadata((1, 2), (2, 3))
     assert ChunkStorageMetadata.from_box(box).box == box
@@ -92,19 +92,23 @@ def test_a_chunk_is_a_box_and_a_box_is_a_chunk():
         _ = ChunkStorageMetadata((-1,), (2,)).box
 
 
-def test_the_hint_takes_no_part_in_equality():
-    one, other = MetadataIndex("w", (0, 3), 1), MetadataIndex("w", (0, 3))
-    assert one == other
-    assert hash(one) == hash(other)
-    assert {one: 1}[other] == 1
-    assert one != MetadataIndex("w", (0, 4), 1)
-    assert one != MetadataIndex("w")
+def test_indexes_with_different_hints_are_equal():
+    index = MetadataIndex("w", (0, 3), 1)
+    index_without_hint = MetadataIndex("w", (0, 3))
+    assert index == index_without_hint
+    assert hash(index) == hash(index_without_hint)
+    assert index != MetadataIndex("w", (0, 4), 1)
+    assert index != MetadataIndex("w")
+
+
+def test_an_index_cannot_be_changed():
+    index = MetadataIndex("w", (0, 3))
     with pytest.raises(dataclasses.FrozenInstanceError):
-        one.fqn = "v"
+        index.fqn = "v"
 
 
 EVERYTHING = Metadata(
-    {"w": rows(2), "step": BytesStorageMetadata()},
+    {"w": make_row_chunks(2), "step": BytesStorageMetadata()},
     {"w": ("w",), "step": ("step",)},
     {MetadataIndex("w", (0, 0), 0): StorageInfo("__0_0.distcp", 10, 20, ["stream.zstd/1"])},
     StorageMeta("here", "a", "b", ["m"]),
@@ -113,7 +117,7 @@ EVERYTHING = Metadata(
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_everything_pickles(protocol):
+def test_metadata_can_be_pickled_and_copied(protocol):
     again = pickle.loads(pickle.dumps(EVERYTHING, protocol))
     assert again == EVERYTHING
     assert next(iter(again.storage_data)).index == 0
@@ -135,13 +139,13 @@ def test_properties_are_pickled_as_six_values_with_an_enum():
     assert again == properties
 
 
-def test_properties_of_before_torch_2_15_have_no_strides():
+def test_properties_of_torch_before_2_15_have_no_strides():
     properties = TensorProperties(strides=(1,))
     properties.__setstate__((I64, Layout.STRIDED, True, MemoryFormat.PRESERVE, False))
     assert properties == TensorProperties(I64, Layout.STRIDED, True, MemoryFormat.PRESERVE, False)
 
 
-def test_an_enum_of_the_same_numbers_is_a_memory_format():
+def test_the_enum_of_torch_becomes_a_memory_format():
     theirs = Enum("_MEM_FORMAT_ENCODING", {"TORCH_CHANNELS_LAST": 1})
     properties = TensorProperties()
     properties.__setstate__((I64, Layout.STRIDED, False, theirs.TORCH_CHANNELS_LAST, False))
@@ -157,13 +161,13 @@ def test_an_enum_of_the_same_numbers_is_a_memory_format():
         ((F32,) * 7, ValueError),
     ],
 )
-def test_another_state_is_refused_as_torch_refuses_it(state, error):
+def test_an_invalid_pickled_state_raises_the_error_of_torch(state, error):
     with pytest.raises(error):
         TensorProperties().__setstate__(state)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int64, np.bool_, ml_dtypes.bfloat16, ">f4"])
-def test_properties_of_an_array(dtype):
+def test_properties_of_an_array_have_its_dtype(dtype):
     array = np.zeros((2, 3), dtype)
     expected = DTYPES.numpy(array.dtype)
     assert TensorProperties.create_from_tensor(array) == TensorProperties(expected)
@@ -174,7 +178,7 @@ def test_an_array_of_objects_has_no_properties():
         TensorProperties.create_from_tensor(np.array([object()]))
 
 
-def test_properties_of_a_lazy_tensor(tmp_path):
+def test_properties_of_a_lazy_tensor_have_its_dtype(tmp_path):
     holdfast.save({"w": np.zeros(3, np.int64)}, tmp_path / "a", format="native")
     with holdfast.open(tmp_path / "a") as ckpt:
         assert TensorProperties.create_from_tensor(ckpt["w"]) == TensorProperties(I64)
@@ -184,18 +188,18 @@ def test_properties_of_a_lazy_tensor(tmp_path):
 
 
 def test_a_chunk_is_found_by_its_offset():
-    w = rows(5)
+    w = make_row_chunks(5)
     assert find_chunk(w, MetadataIndex("w", (3, 0))) is w.chunks[3]
     assert find_chunk(w, MetadataIndex("w", (3, 0), 3)) is w.chunks[3]
 
 
 @pytest.mark.parametrize("hint", [0, 4, 5, 10**9, -1, -2])
-def test_a_wrong_hint_is_only_a_hint(hint):
-    w = rows(5)
+def test_a_chunk_is_found_with_a_wrong_hint(hint):
+    w = make_row_chunks(5)
     assert find_chunk(w, MetadataIndex("w", (3, 0), hint)) is w.chunks[3]
 
 
-def test_a_negative_hint_counts_from_nowhere():
+def test_a_negative_hint_is_ignored():
     # With two chunks at one offset the hint would decide; -1 is no position.
     w = TensorStorageMetadata(
         TensorProperties(),
@@ -207,23 +211,25 @@ def test_a_negative_hint_counts_from_nowhere():
 
 
 @pytest.mark.parametrize("offset", [None, (9, 0), (0,), (0, 0, 0)])
-def test_what_is_not_there_is_a_value_error(offset):
+def test_a_missing_chunk_is_a_value_error(offset):
     with pytest.raises(ValueError, match="'w' has 5 chunks"):
-        find_chunk(rows(5), MetadataIndex("w", offset))
+        find_chunk(make_row_chunks(5), MetadataIndex("w", offset))
 
 
-@pytest.mark.parametrize("hinted", [False, True])
-def test_finding_every_chunk_is_not_quadratic(hinted):
+@pytest.mark.parametrize("has_hint", [False, True])
+def test_finding_all_chunks_takes_linear_time(has_hint):
     count = 300
     chunks = [CountedChunk((i,), (1,)) for i in range(count)]
-    lookup, CountedChunk.looked = ChunkLookup(), 0
+    lookup = ChunkLookup()
+    CountedChunk.read_count = 0
     for i in range(count):
-        assert lookup.find(chunks, MetadataIndex("w", (i,), i if hinted else None)) == i
-    assert CountedChunk.looked <= 3 * count
+        index = MetadataIndex("w", (i,), i if has_hint else None)
+        assert lookup.find(chunks, index) == i
+    assert CountedChunk.read_count <= 3 * count
 
 
-def test_a_list_that_changed_is_noticed():
-    w = rows(3)
+def test_chunks_are_found_after_the_list_changed():
+    w = make_row_chunks(3)
     assert find_chunk(w, MetadataIndex("w", (2, 0))).offsets == (2, 0)
     w.chunks.append(ChunkStorageMetadata((7, 0), (1, 3)))
     assert find_chunk(w, MetadataIndex("w", (7, 0))) is w.chunks[3]
@@ -237,7 +243,7 @@ def test_a_list_that_changed_is_noticed():
     assert find_chunk(w, MetadataIndex("w", (20, 0))) is w.chunks[0]
 
 
-def test_a_chunk_without_elements_hides_no_other():
+def test_a_chunk_with_elements_is_preferred_to_an_empty_one():
     w = TensorStorageMetadata(
         TensorProperties(),
         (2,),
@@ -273,7 +279,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("format", ["native", "torch-zip"])
-def test_every_tensor_and_value_is_listed(tmp_path, format):
+def test_describe_lists_every_tensor_and_value(tmp_path, format):
     holdfast.save(STATE, tmp_path / "a", format=format)
     with holdfast.open(tmp_path / "a") as ckpt:
         metadata = ckpt.describe()
@@ -290,7 +296,7 @@ def test_every_tensor_and_value_is_listed(tmp_path, format):
 
 
 @pytest.mark.parametrize("format", ["native", "torch-zip", "safetensors"])
-def test_the_places_are_where_the_bytes_are(tmp_path, format):
+def test_described_ranges_have_the_bytes_of_the_tensors(tmp_path, format):
     tensors = {
         "w": STATE["w"],
         "empty": np.zeros((0, 3), np.float32),
@@ -309,7 +315,7 @@ def test_the_places_are_where_the_bytes_are(tmp_path, format):
             )
 
 
-def test_the_texts_are_still_there(tmp_path):
+def test_metadata_entries_of_a_file_are_a_copyable_dict(tmp_path):
     holdfast.save(
         {"w": STATE["w"]}, tmp_path / "a", format="safetensors", metadata={"licence": "mit"}
     )
@@ -324,14 +330,14 @@ def test_the_texts_are_still_there(tmp_path):
         assert ckpt.describe() == ckpt.describe()
 
 
-def test_names_that_meet_are_both_listed(tmp_path):
+def test_equal_names_get_a_number(tmp_path):
     holdfast.save({"a.b": 1, "a": {"b": 2}}, tmp_path / "a", format="native")
     with holdfast.open(tmp_path / "a") as ckpt:
         metadata = ckpt.describe()
         assert metadata.planner_data == {"a.b": ("a.b",), "a.b#2": ("a", "b")}
 
 
-def test_a_value_by_itself_has_a_name(tmp_path):
+def test_a_state_that_is_one_value_has_a_name(tmp_path):
     holdfast.save(5, tmp_path / "a", format="torch-zip")
     with holdfast.open(tmp_path / "a") as ckpt:
         assert ckpt.describe().state_dict_metadata == {"value": BytesStorageMetadata()}
@@ -344,7 +350,7 @@ def test_a_shared_container_is_listed_once(tmp_path):
         assert list(ckpt.describe().state_dict_metadata) == ["one.x"]
 
 
-def test_an_ordered_dict_is_a_mapping_like_any_other(tmp_path):
+def test_ordered_dicts_are_described_like_dicts(tmp_path):
     holdfast.save(
         OrderedDict(a=OrderedDict(), b=[OrderedDict(c=1)], d=[[], [[2]]]),
         tmp_path / "a",
@@ -354,7 +360,7 @@ def test_an_ordered_dict_is_a_mapping_like_any_other(tmp_path):
         assert list(ckpt.describe().state_dict_metadata) == ["a", "b.0.c", "d"]
 
 
-def test_a_tree_of_shared_containers_is_walked_once():
+def test_a_tree_with_many_paths_to_few_containers_is_described_once():
     # 2^40 paths, 41 containers.
     tree = dict_of(text("leaf"), integer(1)) + b"".join(
         put(i) + POP + list_of(get(i), get(i)) for i in range(40)
@@ -363,7 +369,7 @@ def test_a_tree_of_shared_containers_is_walked_once():
         assert len(ckpt.describe().state_dict_metadata) == 1
 
 
-def test_long_names_are_bounded(tmp_path):
+def test_names_that_are_too_long_together_are_refused(tmp_path):
     # One long key stands in the name of everything below it.
     holdfast.save(
         {"k" * 300_000: {str(i): i for i in range(100)}}, tmp_path / "a", format="torch-zip"

@@ -50,6 +50,9 @@ Words that modules of this room share, beside those of `docs/design/048-words.md
   which ranks compare what they opened.
 - An **operation** is what the ranks of a group do together. It consists of **phases**: in each, all
   ranks send a message to the first rank, and receive an answer.
+- An **option set** lists the options of a verb with their types. A **check** is a function that
+  returns the value of an argument, or raises an error.
+- A **seal** is the checksum at the end of a document of Holdfast.
 - A **flaw** is a part of a JSON document that programs understand in different ways.
 - The **load** of a rank is the number of bytes that it has to read or write.
 """
