@@ -1,10 +1,12 @@
-"""Every store keeps the promises of a store, and those that are its own. Those that compute are in `test_virtual.py`."""
+"""Stores of files, of memory and of file objects. Computed stores are in `test_virtual.py`."""
 
 from __future__ import annotations
 
 import io
 import os
+from collections.abc import Mapping
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -12,35 +14,40 @@ from holdfast.core.keys import check_key
 from holdfast.errors import LimitExceeded, Replaced, StoreError, Truncated, UnsafePath
 from holdfast.stores.local import DescriptorStore, LocalStore
 from holdfast.stores.memory import FileObjectStore, MemoryStore
-from tests.stores.conformance import StoreConformance
+from tests.stores.conformance import StoreConformance, read_range
+
+
+def write_files(folder: Path, content: Mapping[str, bytes]) -> None:
+    for key, data in content.items():
+        path = folder / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
 
 
 class TestMemoryStore(StoreConformance):
     @pytest.fixture
-    def fill(self):
+    def make_store(self):
         return MemoryStore
 
 
 class TestLocalDirectory(StoreConformance):
     @pytest.fixture
-    def fill(self, tmp_path):
+    def make_store(self, tmp_path):
         def make(content):
-            for key, data in content.items():
-                (tmp_path / key).parent.mkdir(exist_ok=True)
-                (tmp_path / key).write_bytes(data)
+            write_files(tmp_path, content)
             return LocalStore(tmp_path)
 
         return make
 
 
 class TestLocalFile(StoreConformance):
-    keys = ("one.bin",)
+    keys = ("file.bin",)
 
     @pytest.fixture
-    def fill(self, tmp_path):
+    def make_store(self, tmp_path):
         def make(content):
-            (tmp_path / "one.bin").write_bytes(content["one.bin"])
-            return LocalStore(tmp_path / "one.bin")
+            write_files(tmp_path, content)
+            return LocalStore(tmp_path / "file.bin")
 
         return make
 
@@ -49,10 +56,11 @@ class TestDescriptor(StoreConformance):
     keys = (DescriptorStore.KEY,)
 
     @pytest.fixture
-    def fill(self, tmp_path):
+    def make_store(self, tmp_path):
         def make(content):
-            (tmp_path / "one.bin").write_bytes(content[DescriptorStore.KEY])
-            with open(tmp_path / "one.bin", "rb") as file:
+            path = tmp_path / "file.bin"
+            path.write_bytes(content[DescriptorStore.KEY])
+            with open(path, "rb") as file:
                 return DescriptorStore(file.fileno())
 
         return make
@@ -62,197 +70,250 @@ class TestFileObject(StoreConformance):
     keys = (FileObjectStore.KEY,)
 
     @pytest.fixture
-    def fill(self):
+    def make_store(self):
         return lambda content: FileObjectStore(io.BytesIO(content[FileObjectStore.KEY]))
 
 
-class Stuttering(io.RawIOBase):
-    """A file that gives a few bytes at a time, as a raw one may."""
+class ShortReadFile(io.RawIOBase):
+    """A file object that returns at most seven bytes at a time, as a raw file may."""
+
+    MAX_NBYTES = 7
 
     def __init__(self, data: bytes) -> None:
-        self._inner = io.BytesIO(data)
+        self._file = io.BytesIO(data)
 
     def read(self, size: int = -1) -> bytes:
-        return self._inner.read(min(size, 7) if size >= 0 else 7)
+        if size < 0:
+            size = self.MAX_NBYTES
+        return self._file.read(min(size, self.MAX_NBYTES))
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._inner.seek(offset, whence)
+        return self._file.seek(offset, whence)
 
     def tell(self) -> int:
-        return self._inner.tell()
+        return self._file.tell()
 
 
-class TestStutteringFileObject(StoreConformance):
+class TestFileObjectWithShortReads(StoreConformance):
     keys = (FileObjectStore.KEY,)
 
     @pytest.fixture
-    def fill(self):
-        return lambda content: FileObjectStore(Stuttering(content[FileObjectStore.KEY]))
+    def make_store(self):
+        return lambda content: FileObjectStore(ShortReadFile(content[FileObjectStore.KEY]))
 
 
-def test_a_file_object_stays_where_it_was_and_belongs_to_its_owner():
+def test_reading_does_not_move_or_close_a_file_object():
     file = io.BytesIO(b"0123456789")
     file.seek(3)
     store = FileObjectStore(file)
-    out = bytearray(2)
-    store.read("file", 5, memoryview(out))
-    assert (bytes(out), file.tell()) == (b"56", 3)
+
+    assert read_range(store, "file", 5, 7) == b"56"
+    assert file.tell() == 3
     store.close()
     assert not file.closed
 
 
-def test_a_file_object_that_shrank_is_truncated_and_stays_where_it_was():
+def test_a_failed_read_does_not_move_a_file_object():
     file = io.BytesIO(b"0123456789")
     file.seek(3)
     store = FileObjectStore(file)
     file.truncate(6)
+
     with pytest.raises(Truncated):
-        store.read("file", 4, memoryview(bytearray(4)))
+        read_range(store, "file", 4, 8)
     assert file.tell() == 3
 
 
-def test_a_closed_or_unseekable_file_object_is_refused():
+def test_a_closed_file_object_is_refused():
     file = io.BytesIO(b"x")
     file.close()
     with pytest.raises(StoreError):
         FileObjectStore(file)
-    reader, writer = os.pipe()
-    os.close(writer)
-    with open(reader, "rb") as pipe, pytest.raises(StoreError):
+
+
+def test_a_file_object_that_cannot_seek_is_refused():
+    read_end, write_end = os.pipe()
+    os.close(write_end)
+    with open(read_end, "rb") as pipe, pytest.raises(StoreError):
         FileObjectStore(pipe)
 
 
 @pytest.mark.parametrize(
     "key", ["", ".", "..", "../x", "a/../b", "/etc/passwd", "a//b", "a/", "a\\b", "a\0b", "./a"]
 )
-def test_keys_that_lead_out_are_refused(key, tmp_path):
+def test_a_key_that_leads_out_of_the_store_is_refused(key, tmp_path):
     with pytest.raises(UnsafePath):
         check_key(key)
     with pytest.raises(UnsafePath):
         LocalStore(tmp_path).size(key)
 
 
-def test_links_may_lead_inside_and_not_outside(tmp_path):
+def test_a_link_may_lead_to_a_file_in_the_folder(tmp_path):
+    (tmp_path / "data").write_bytes(b"data")
+    (tmp_path / "link").symlink_to("data")
+    assert LocalStore(tmp_path).size("link") == 4
+
+
+def test_a_link_out_of_the_folder_is_refused(tmp_path):
     (tmp_path / "secret").write_bytes(b"secret")
-    inside = tmp_path / "ckpt"
-    inside.mkdir()
-    (inside / "data").write_bytes(b"data")
-    (inside / "same").symlink_to("data")
-    (inside / "out").symlink_to(tmp_path / "secret")
-    store = LocalStore(inside)
-    assert store.size("same") == 4
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path / "secret")
     with pytest.raises(UnsafePath, match="leads out"):
-        store.size("out")
+        LocalStore(folder).size("link")
 
 
-def test_the_hugging_face_cache_links_to_its_blobs(tmp_path):
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    """A folder like a snapshot in the cache of Hugging Face, with a link to a blob."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "abc").write_bytes(b"data")
-    revision = tmp_path / "snapshots" / "123"
-    revision.mkdir(parents=True)
-    (revision / "model.safetensors").symlink_to("../../blobs/abc")
-    (tmp_path / "other").write_bytes(b"no")
-    (revision / "other").symlink_to("../../other")
-    store = LocalStore(revision)
-    assert store.size("model.safetensors") == 4
+    snapshot = tmp_path / "snapshots" / "123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").symlink_to("../../blobs/abc")
+    return snapshot
+
+
+def test_a_link_of_a_snapshot_may_lead_to_its_blobs(snapshot):
+    assert LocalStore(snapshot).size("model.safetensors") == 4
+
+
+def test_a_link_of_a_snapshot_to_another_place_is_refused(snapshot):
+    outside = snapshot.parent.parent / "outside"
+    outside.write_bytes(b"outside")
+    (snapshot / "link").symlink_to("../../outside")
     with pytest.raises(UnsafePath):
-        store.size("other")
+        LocalStore(snapshot).size("link")
 
 
-def test_only_plain_files_are_opened(tmp_path):
+def test_a_pipe_is_neither_opened_nor_listed(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UnsafePath):
         LocalStore(tmp_path / "pipe").size("pipe")
     assert list(LocalStore(tmp_path).list()) == []
 
 
-def test_hidden_folders_and_deep_ones_are_not_listed(tmp_path):
-    for place in (".git/x", "a/x", "a/b/x"):
-        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / place).write_bytes(b"")
+def test_hidden_and_nested_folders_are_not_listed(tmp_path):
+    write_files(tmp_path, {".git/x": b"", "a/x": b"", "a/b/x": b""})
     assert list(LocalStore(tmp_path).list()) == ["a/x"]
 
 
-def test_a_folder_of_too_many_files_is_refused(tmp_path):
-    for i in range(11):
-        (tmp_path / str(i)).touch()
+def test_a_folder_with_too_many_files_is_refused(tmp_path):
+    write_files(tmp_path, {str(i): b"" for i in range(11)})
     with pytest.raises(LimitExceeded, match="files"):
         LocalStore(tmp_path, max_files=10).list()
 
 
-def test_a_file_that_shrank_is_truncated_with_its_place(tmp_path):
+def test_reading_a_file_that_shrank_raises_truncated_with_its_path(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(bytes(1000))
     store = LocalStore(path)
     assert store.size("x") == 1000
     os.truncate(path, 400)
+
     with pytest.raises(Truncated) as caught:
-        store.read("x", 300, memoryview(bytearray(200)))
-    assert (caught.value.file, caught.value.offset) == (str(path), 400)
+        read_range(store, "x", 300, 500)
+    assert caught.value.file == str(path)
+    assert caught.value.offset == 400
 
 
-def test_a_replaced_file_is_still_the_one_that_was_opened(tmp_path):
+def test_a_store_reads_the_file_that_it_opened_after_a_replacement(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(b"old")
     store = LocalStore(path)
     assert store.size("x") == 3
     (tmp_path / "y").write_bytes(b"newer")
     os.replace(tmp_path / "y", path)
-    out = bytearray(3)
-    store.read("x", 0, memoryview(out))
-    assert bytes(out) == b"old"
+
+    assert read_range(store, "x", 0, 3) == b"old"
 
 
-def test_what_a_file_says_of_itself(tmp_path):
+def test_a_stamp_changes_with_the_content_of_a_file(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(b"old")
-    (tmp_path / "same").symlink_to("x")
-    with closing(LocalStore(path)) as store, closing(LocalStore(tmp_path / "same")) as same:
-        before = store.stamp("x")
-        assert (before[0], same.stamp("same")) == (3, before)
-        assert store.identity() == store.identity("x") == same.identity("same")
+    with closing(LocalStore(path)) as store:
+        old_stamp = store.stamp("x")
+        assert old_stamp[0] == len(b"old")
         path.write_bytes(b"newer")
         assert store.find_changed() == ["x"]
-        assert store.stamp("x") == before
+        # A store returns the stamp of the content that it opened.
+        assert store.stamp("x") == old_stamp
+    with closing(LocalStore(path)) as store:
+        assert store.stamp("x") != old_stamp
+
+
+def test_two_paths_to_a_file_have_one_identity_and_one_stamp(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(b"data")
+    link = tmp_path / "link"
+    link.symlink_to("x")
+    with closing(LocalStore(path)) as store, closing(LocalStore(link)) as link_store:
+        assert store.identity() == store.identity("x") == link_store.identity("link")
+        assert store.stamp("x") == link_store.stamp("link")
+
+
+def test_a_folder_has_another_identity_than_its_files(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(b"data")
     with closing(LocalStore(path)) as store, closing(LocalStore(tmp_path)) as folder:
-        assert store.stamp("x") != before
-        assert folder.identity("x") == store.identity("x") != folder.identity()
+        assert folder.identity("x") == store.identity("x")
+        assert folder.identity() != folder.identity("x")
 
 
-def test_the_place_of_memory_is_its_address():
+def test_files_over_the_same_memory_have_one_identity():
     memory = bytearray(100)
-    one, other = (
-        MemoryStore({"a": memory}),
-        MemoryStore({"b": memory, "part": memoryview(memory)[10:]}),
-    )
-    assert one.identity("a") == other.identity("b") != other.identity("part")
-    assert one.identity() != other.identity()
-    assert MemoryStore({"a": bytes(100)}).identity("a") != MemoryStore(
-        {"a": bytearray(100)}
-    ).identity("a")
+    store = MemoryStore({"a": memory})
+    other_store = MemoryStore({"b": memory, "end": memoryview(memory)[10:]})
+    assert store.identity("a") == other_store.identity("b")
+    assert store.identity("a") != other_store.identity("end")
+    assert store.identity() != other_store.identity()
 
 
-def test_a_directory_of_more_files_than_stay_open(tmp_path, monkeypatch):
+def test_files_over_equal_memory_have_two_identities():
+    store = MemoryStore({"a": bytes(100)})
+    other_store = MemoryStore({"a": bytearray(100)})
+    assert store.identity("a") != other_store.identity("a")
+
+
+@pytest.fixture
+def eight_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with more files than a store keeps open."""
     monkeypatch.setattr("holdfast.stores.local.MAX_KEPT_FILES", 3)
-    for i in range(8):
-        (tmp_path / f"{i}").write_bytes(bytes([i]) * 10)
-    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
-    with closing(LocalStore(tmp_path)) as store:
+    write_files(tmp_path, {str(i): bytes([i]) * 10 for i in range(8)})
+    return tmp_path
+
+
+def test_a_folder_with_more_files_than_stay_open_can_be_read(eight_files):
+    with closing(LocalStore(eight_files)) as store:
         for _ in range(2):
             for i in range(8):
-                out = bytearray(4)
-                store.read(f"{i}", 2, memoryview(out))
-                assert out == bytes([i]) * 4
+                assert read_range(store, str(i), 2, 6) == bytes([i]) * 4
         assert bytes(store.map("7")) == b"\x07" * 10
-        if before is not None:
-            assert (
-                len(os.listdir("/proc/self/fd")) <= before + 5
-            )  # the folder, three kept, one mapped
         assert store.find_changed() == []
-        (tmp_path / "7").write_bytes(b"another file")
-        (tmp_path / "6").unlink()
+
+
+@pytest.mark.skipif(
+    not os.path.isdir("/proc/self/fd"), reason="the system does not list open files"
+)
+def test_a_store_keeps_few_files_open(eight_files):
+    open_count = len(os.listdir("/proc/self/fd"))
+    with closing(LocalStore(eight_files)) as store:
+        for i in range(8):
+            read_range(store, str(i), 2, 6)
+        store.map("7")
+        # The folder, three files that stay open, and one that is mapped.
+        assert len(os.listdir("/proc/self/fd")) <= open_count + 5
+
+
+def test_a_file_that_is_opened_again_must_be_the_same(eight_files):
+    with closing(LocalStore(eight_files)) as store:
+        for i in range(8):
+            read_range(store, str(i), 2, 6)
+        (eight_files / "7").write_bytes(b"another file")
+        (eight_files / "6").unlink()
+
         assert store.find_changed() == ["6", "7"]
         with pytest.raises(Replaced, match="changed or replaced"):
-            store.read("7", 0, memoryview(bytearray(1)))
+            read_range(store, "7", 0, 1)
         with pytest.raises(Replaced, match="is gone"):
-            store.read("6", 0, memoryview(bytearray(1)))
+            read_range(store, "6", 0, 1)
