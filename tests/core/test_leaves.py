@@ -18,7 +18,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.errors import LimitExceeded
 from holdfast.stores.memory import MemoryStore
-from holdfast.verbs.shared.state import lazy_tree, tabulate_state
+from holdfast.verbs.shared.state import make_lazy_tree, tabulate_state
 
 SOURCE = OpenSource(MemoryStore({}))
 
@@ -50,7 +50,7 @@ def test_containers_of_other_classes_are_saved_as_usual_ones():
     }
     described = tabulate_state(state)
     assert described.tensors.names == ["m.x", "d.y", "o.z", "f.v.0"]
-    made = lazy_tree(described)
+    made = make_lazy_tree(described)
     assert [type(made[key]) for key in made] == [dict, dict, OrderedDict, defaultdict, Counter]
     assert made["f"].default_factory is list
 

@@ -23,7 +23,7 @@ import pytest
 import holdfast
 from holdfast.errors import Replaced
 from holdfast.stores.local import Folder
-from holdfast.verbs.open import TRIES, attempts
+from holdfast.verbs.open import TRIES, retry_opening
 from holdfast.verbs.verify import Verification
 from tests.crash.overwrite import FORMATS, KINDS, name_of, rows, save, state
 from tests.sampling import count_rounds
@@ -169,8 +169,8 @@ def test_a_path_is_opened_again_as_often_as_it_is_replaced(
 
 def test_a_bucket_is_not_asked_for_seconds_for_what_is_gone(monkeypatch):
     monkeypatch.setattr("holdfast.verbs.open.PATIENCE_S", 0.01)
-    assert sum(1 for _ in attempts("x")) > TRIES
-    assert sum(1 for _ in attempts("s3://bucket/x")) == TRIES
+    assert sum(1 for _ in retry_opening("x")) > TRIES
+    assert sum(1 for _ in retry_opening("s3://bucket/x")) == TRIES
 
 
 @pytest.mark.parametrize("kind", ["native", "split-safetensors", "dcp"])

@@ -32,10 +32,10 @@ from holdfast.torch.serialization.saving import plan_object
 from holdfast.verbs.seals.check import check_digests, read_seal
 from holdfast.verbs.seals.document import SEAL, Stamp, with_seal
 from holdfast.verbs.shared.base import open_base
-from holdfast.verbs.shared.formats import Options, format_for, plan_save
+from holdfast.verbs.shared.formats import LayoutOptions, plan_save, resolve_format
 from holdfast.verbs.shared.planned import Writing, write_plan
 from holdfast.verbs.shared.side_files import SideFiles
-from holdfast.verbs.shared.state import lazy_tree, tabulate_state
+from holdfast.verbs.shared.state import make_lazy_tree, tabulate_state
 from tests.crash.model import ELSEWHERE, ROOT, Model, Tree
 
 BLOCK = 3_000
@@ -175,8 +175,8 @@ def plan_of(path: str, version: int, format: str, split: int | None) -> SavePlan
         )
     if format == "pt2":
         weights = {key: np.asarray(value) for key, value in state(version).items()}
-        return lay_out_pt2(models_of(lazy_tree(tabulate_state({"model": weights}))))
-    options = Options(split)
+        return lay_out_pt2(models_of(make_lazy_tree(tabulate_state({"model": weights}))))
+    options = LayoutOptions(split)
     described = tabulate_state({key: np.asarray(value) for key, value in state(version).items()})
     if format == "model":
         # The config is edited, because the weights it was about had another dtype; the tokenizer is copied.
@@ -188,7 +188,7 @@ def plan_of(path: str, version: int, format: str, split: int | None) -> SavePlan
         return side_files.add_to(
             plan_save(path, described, "safetensors-dir", options=options), {}
         )[0]
-    return plan_save(path, described, format_for(path, format, options), options=options)
+    return plan_save(path, described, resolve_format(path, format, options), options=options)
 
 
 def writer_of(name: str, format: str, *, directory: bool, split: int | None = None) -> Writer:
@@ -256,7 +256,7 @@ def save_step(
         {key: np.asarray(value) for key, value in state(version).items()} | {"frozen": FROZEN}
     )
     with closing(open_base(place, f"{place}-next", threads=1)) as opened:
-        plan = plan_save(path, described, "native", options=Options(base=opened))
+        plan = plan_save(path, described, "native", options=LayoutOptions(base=opened))
     assert len(plan.linked) == 1
     if files is not None and not isinstance(files, Files):
         plan = replace(plan, linked=tuple(replace(file, folder=BASE) for file in plan.linked))

@@ -18,7 +18,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.saves import Data, FilePlan, Gathered, Late, Literal
 from holdfast.engine.source import OpenSource
 from holdfast.stores.virtual import Virtual, VirtualFile
-from holdfast.verbs.shared.formats import Options, plan_save
+from holdfast.verbs.shared.formats import LayoutOptions, plan_save
 from holdfast.verbs.shared.state import tabulate_tree
 
 
@@ -54,7 +54,7 @@ def described(shapes: Mapping[str, tuple[int, ...]], dtype: str = "float32") -> 
 def write_holes(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str = "float32") -> int:
     """A checkpoint of these tensors at `path`, all of them zeros; gives its length. The suffix says the format."""
     form = "torch-zip" if path.suffix == ".pt" else "safetensors"
-    (file,) = plan_save(str(path), described(shapes, dtype), form, options=Options()).files
+    (file,) = plan_save(str(path), described(shapes, dtype), form, options=LayoutOptions()).files
     return write_around(path, file)
 
 

@@ -30,7 +30,7 @@ from holdfast.errors import (
 )
 from holdfast.formats import FORMATS, Format, format_of, rank_formats, titles, written_formats
 from holdfast.stores.remote.url import parse_url
-from holdfast.verbs.shared.formats import LAYOUT, written_suffixes
+from holdfast.verbs.shared.formats import LAYOUT_ARGUMENTS, map_suffixes_to_formats
 
 STATE = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.array([7, 8], np.int64)}
 
@@ -312,7 +312,7 @@ def test_an_entry_names_functions_of_the_formats_or_of_an_extra(format: formats.
     if format.written_by:
         taken = inspect.signature(formats.load_function(format.written_by)).parameters
         assert set(format.takes) <= set(taken)
-        assert set(format.takes) <= set(LAYOUT)
+        assert set(format.takes) <= set(LAYOUT_ARGUMENTS)
         assert format.folder or format.suffixes
     if format.sharded_by:
         assert format.folder
@@ -326,7 +326,7 @@ def test_names_and_suffixes_are_no_two_formats():
     assert len(suffixes) == len(set(suffixes))
     assert titles(written_formats()) == ("torch", "safetensors", "native", "dcp")
     assert titles(rank_formats()) == ("native", "dcp", "safetensors")
-    assert written_suffixes()[""] == "native"
+    assert map_suffixes_to_formats()[""] == "native"
 
 
 def test_of_what_is_no_format_nothing_is_known():

@@ -30,7 +30,7 @@ from holdfast.extras.packages.pt2.write import ModelWeights, lay_out_pt2, models
 from holdfast.stores.local import LocalStore
 from holdfast.torch import package_program, versions
 from holdfast.verbs.shared.planned import write_plan
-from holdfast.verbs.shared.state import lazy_tree, tabulate_state
+from holdfast.verbs.shared.state import make_lazy_tree, tabulate_state
 from tests.parity.compare import assert_leaf, elements, shared
 
 
@@ -399,7 +399,7 @@ def parts_of(path, exported, model="model", **changed):
     """A model of an archive as a part of another, with other weights."""
     archive = zipfile.ZipFile(path)
     prefix = archive.namelist()[0].partition("/")[0]
-    state = lazy_tree(
+    state = make_lazy_tree(
         tabulate_state(
             {"w": dict(changed.get("weights", exported.state_dict)), "c": dict(exported.constants)}
         )
@@ -449,7 +449,7 @@ def test_models_share_what_they_have_in_common(folder, tmp_path):
     contents = load_pt2(folder / "several.pt2")
     programs = contents.exported_programs
     encoder = {n: t for n, t in programs["head2"].state_dict.items() if n.startswith("encoder")}
-    state = lazy_tree(
+    state = make_lazy_tree(
         tabulate_state(
             {model: {**exported.state_dict, **encoder} for model, exported in programs.items()}
         )
@@ -493,7 +493,7 @@ def test_a_package_of_weights_alone(tmp_path):
     states = {"base": {"emb": base, "head": base}} | {
         f"adapter{i}": {"emb": base, "lora": torch.randn(4, 64)} for i in range(3)
     }
-    described = lazy_tree(tabulate_state(states))
+    described = make_lazy_tree(tabulate_state(states))
     plan = lay_out_pt2(models_of(described), name="package")
     write_plan(plan, str(tmp_path / "package.pt2"))
     alone = base.nbytes + 3 * 4 * 64 * 4
@@ -511,7 +511,7 @@ def test_a_package_of_weights_alone(tmp_path):
 
 def test_a_view_costs_what_it_shows(tmp_path):
     large = torch.arange(100_000.0)
-    state = lazy_tree(
+    state = make_lazy_tree(
         tabulate_state(
             {"m": {"rows": large[50_000:50_010], "turned": large[50_000:50_006].view(2, 3).t()}}
         )
@@ -526,7 +526,7 @@ def test_a_view_costs_what_it_shows(tmp_path):
 
 
 def test_what_a_package_cannot_hold_is_listed_together():
-    state = lazy_tree(
+    state = make_lazy_tree(
         tabulate_state(
             {"m": {"ok": torch.ones(1), "step": 3, "s": torch.eye(3).to_sparse()}, "n": 5}
         )
@@ -535,7 +535,7 @@ def test_what_a_package_cannot_hold_is_listed_together():
         models_of(state)
     assert len(caught.value.problems) == 3
     bits = torch.ones(2, dtype=torch.uint8).view(torch.bits8)
-    state = lazy_tree(
+    state = make_lazy_tree(
         tabulate_state({"m": {"meta": torch.empty(2, device="meta")}, "a/b": {"bits": bits}})
     )
     with pytest.raises(errors.CannotHold) as caught:
@@ -545,7 +545,7 @@ def test_what_a_package_cannot_hold_is_listed_together():
 
 def test_conjugated_weights_are_resolved(tmp_path):
     w = torch.tensor([1 + 2j, 3 - 4j])
-    plan = lay_out_pt2(models_of(lazy_tree(tabulate_state({"m": {"w": w, "c": w.conj()}}))))
+    plan = lay_out_pt2(models_of(make_lazy_tree(tabulate_state({"m": {"w": w, "c": w.conj()}}))))
     assert any("m.c" in note for note in plan.notes)
     write_plan(plan, str(tmp_path / "m.pt2"))
     with holdfast.open(tmp_path / "m.pt2") as ckpt:
@@ -554,7 +554,7 @@ def test_conjugated_weights_are_resolved(tmp_path):
 
 def replaced(path, target, states):
     source = OpenSource(LocalStore(path), limits=Limits())
-    described = lazy_tree(tabulate_state(states))
+    described = make_lazy_tree(tabulate_state(states))
     plan = lay_out_replaced(source, {model: described[model] for model in states}, name="new")
     write_plan(plan, str(target))
 

@@ -23,11 +23,11 @@ from holdfast.engine.saves import SMALL_NBYTES
 from holdfast.errors import HoldfastError
 from holdfast.verbs import save
 from holdfast.verbs.shared.state import (
-    lazy_tree,
+    make_lazy_tree,
+    replace_rows,
+    replace_table,
     tabulate_state,
     tabulate_tree,
-    with_irregular,
-    with_table,
 )
 from tests.sampling import examples
 
@@ -217,9 +217,9 @@ FORMATS = sorted(PATHS)
 def by_lazy_tensors(state, **options):
     """The same state with a lazy tensor in the place of each, and no row that is read together with others."""
     made = tabulate_state(state, **options)
-    lazy = tabulate_tree(lazy_tree(made), metadata=made.metadata)
+    lazy = tabulate_tree(make_lazy_tree(made), metadata=made.metadata)
     odd = {row: lazy.tensors.lazy_tensor(row) for row in range(len(lazy.tensors))}
-    return replace(with_table(lazy, with_irregular(lazy.tensors, odd)), notes=made.notes)
+    return replace(replace_table(lazy, replace_rows(lazy.tensors, odd)), notes=made.notes)
 
 
 def assert_same(state, path, **options):

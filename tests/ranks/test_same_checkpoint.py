@@ -14,7 +14,7 @@ from holdfast.core.group import check_same_checkpoint
 from holdfast.errors import Replaced
 from holdfast.torch.ranks.load_sharded import load_sharded
 from holdfast.torch.ranks.save_sharded import save_sharded
-from holdfast.verbs.open import checkpoint_mark
+from holdfast.verbs.open import hash_checkpoint
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import sharded
 
@@ -65,7 +65,7 @@ def test_copies_are_one_checkpoint_and_other_content_is_not(tmp_path: Path, name
         (tmp_path / folder).mkdir()
         holdfast.save({"w": torch.full((5,), number), "step": 1}, tmp_path / folder / name)
         with holdfast.open(tmp_path / folder / name) as checkpoint:
-            marks.append(checkpoint_mark(checkpoint))
+            marks.append(hash_checkpoint(checkpoint))
     check_same_checkpoint(marks[:2])
     with pytest.raises(Replaced) as raised:
         check_same_checkpoint(marks)
@@ -77,5 +77,5 @@ def test_other_data_without_recorded_checksums_is_another_checkpoint(tmp_path: P
     for name, number in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
         save_file({"w": torch.full((5,), number)}, tmp_path / f"{name}.safetensors")
         with holdfast.open(tmp_path / f"{name}.safetensors") as checkpoint:
-            marks.append(checkpoint_mark(checkpoint))
+            marks.append(hash_checkpoint(checkpoint))
     assert marks[0] == marks[1] != marks[2]

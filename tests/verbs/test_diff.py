@@ -30,7 +30,7 @@ from holdfast.stores.local import LocalStore
 from holdfast.verbs.compare_values import ContainerKind, ValueChange, compare_values
 from holdfast.verbs.diff import ABSENT, COMPARISONS, Comparison, Rename, diff, match_names
 from holdfast.verbs.save import save
-from holdfast.verbs.shared.state import lazy_tree, tabulate_state
+from holdfast.verbs.shared.state import make_lazy_tree, tabulate_state
 from holdfast.verbs.side import Side
 from tests.sampling import examples
 
@@ -39,7 +39,9 @@ def in_memory(state: object) -> Checkpoint:
     """A checkpoint over arrays, without a file."""
     described = tabulate_state(state)
     source = next(iter(described.tensors.values())).source if described.tensors else None
-    return Checkpoint(source, Description("torch-zip", described.tensors, lazy_tree(described)))
+    return Checkpoint(
+        source, Description("torch-zip", described.tensors, make_lazy_tree(described))
+    )
 
 
 def content(a: np.ndarray, b: np.ndarray) -> compare.ContentDifference:

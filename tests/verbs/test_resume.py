@@ -18,7 +18,7 @@ from holdfast.engine.targets import folder as folder_target
 from holdfast.errors import DurabilityUncertain, NotCommitted
 from holdfast.stores.files import Files, system_files
 from holdfast.stores.local import LocalStore
-from holdfast.verbs.shared.formats import Options, format_for, plan_save
+from holdfast.verbs.shared.formats import LayoutOptions, plan_save, resolve_format
 from holdfast.verbs.shared.planned import Writing, write_plan
 from holdfast.verbs.shared.state import tabulate_state
 
@@ -281,8 +281,8 @@ class OneFails:
 def write_resumed(
     source: Path, target: Path, *, overwrite: bool, files: Files | None = None
 ) -> None:
-    options = Options(max_shard_size=12_000)
-    format = format_for(str(target), "safetensors", options)
+    options = LayoutOptions(max_shard_size=12_000)
+    format = resolve_format(str(target), "safetensors", options)
     with holdfast.open(source, threads=1) as checkpoint:
         plan = plan_save(str(target), tabulate_state(checkpoint), format, options=options)
         write_plan(plan, str(target), Writing(overwrite=overwrite, resume=True), files=files)

@@ -14,7 +14,7 @@ import torch
 import holdfast
 from holdfast.core.quantities import parse_nbytes
 from holdfast.errors import CannotHold, LimitExceeded, NotCommitted, Unsupported
-from holdfast.verbs.shared.formats import Options, format_for
+from holdfast.verbs.shared.formats import LayoutOptions, resolve_format
 from holdfast.verbs.shared.planned import Saved
 
 TARGETS = ["a.pt", "a.safetensors", "a"]
@@ -171,16 +171,18 @@ def test_metadata_is_kept_and_torch_files_say_that_they_have_none(tmp_path):
 
 
 def test_formats_by_suffix_and_by_name():
-    assert format_for("m.PT", None, Options()) == "torch-zip"
-    assert format_for("m.safetensors", None, Options()) == "safetensors"
-    assert format_for("m.safetensors", None, Options(max_shard_size=1)) == "safetensors-dir"
-    assert format_for("step-1000", None, Options()) == "native"
-    assert format_for("step-0.5", None, Options()) == "native"
-    assert format_for("out.d/", None, Options()) == "native"
-    assert format_for("x", "torch", Options()) == "torch-zip"
+    assert resolve_format("m.PT", None, LayoutOptions()) == "torch-zip"
+    assert resolve_format("m.safetensors", None, LayoutOptions()) == "safetensors"
+    assert (
+        resolve_format("m.safetensors", None, LayoutOptions(max_shard_size=1)) == "safetensors-dir"
+    )
+    assert resolve_format("step-1000", None, LayoutOptions()) == "native"
+    assert resolve_format("step-0.5", None, LayoutOptions()) == "native"
+    assert resolve_format("out.d/", None, LayoutOptions()) == "native"
+    assert resolve_format("x", "torch", LayoutOptions()) == "torch-zip"
     for path, format in (("model.onnx", None), ("model.pt", "onnx")):
         with pytest.raises(Unsupported):
-            format_for(path, format, Options())
+            resolve_format(path, format, LayoutOptions())
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "0", "1 XB", "nan", "inf", "1e400"])

@@ -11,12 +11,12 @@ import torch
 
 from holdfast.core.tensor import Composite
 from holdfast.errors import CannotHold, Unsupported
-from holdfast.verbs.shared.state import lazy_tree, tabulate_state
-from holdfast.verbs.shared.transform import Edits, casts_of, dtype_named, transform
+from holdfast.verbs.shared.state import make_lazy_tree, tabulate_state
+from holdfast.verbs.shared.transform import Edits, parse_casts, parse_float_dtype, transform
 
 
 def changed(tree: object, **edits: object) -> object:
-    return lazy_tree(transform(tabulate_state(tree), Edits(**edits)))
+    return make_lazy_tree(transform(tabulate_state(tree), Edits(**edits)))
 
 
 def refused(tree: object, **edits: object) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ def test_a_cast_leaves_integers_and_keeps_ties_and_views():
     state = tabulate_state(
         {"base": base, "tied": base, "row": base[1:3], "turned": base.T, "i": torch.arange(3)}
     )
-    made = transform(state, Edits(casts=casts_of("bfloat16"))).tensors
+    made = transform(state, Edits(casts=parse_casts("bfloat16"))).tensors
     assert {t.dtype.name for n, t in made.items() if n != "i"} == {"bfloat16"}
     assert made["i"].dtype.name == "int64"
     assert len({t.chunks[0].storage for n, t in made.items() if n != "i"}) == 1
@@ -130,7 +130,7 @@ def test_a_cast_leaves_integers_and_keeps_ties_and_views():
 def test_a_cast_of_views_of_several_dtypes_casts_each_by_itself():
     raw = np.arange(16, dtype=np.uint8)
     state = tabulate_state({"f4": raw.view(np.float32), "f2": raw.view(np.float16), "u1": raw})
-    made = transform(state, Edits(casts=casts_of("float64"))).tensors
+    made = transform(state, Edits(casts=parse_casts("float64"))).tensors
     assert made["f4"].numpy().tolist() == raw.view(np.float32).astype(np.float64).tolist()
     assert made["f2"].numpy().tobytes() == raw.view(np.float16).astype(np.float64).tobytes()
     assert made["u1"].numpy().tolist() == raw.tolist()
@@ -140,7 +140,7 @@ def test_a_cast_tells_a_view_from_its_negative():
     """Both are the same elements of one storage, which has complex numbers as well."""
     pairs = torch.complex(torch.arange(4.0), torch.arange(1.0, 5.0))
     state = tabulate_state({"pairs": pairs, "one": pairs.imag, "other": pairs.conj().imag})
-    made = transform(state, Edits(casts=casts_of("float64"))).tensors
+    made = transform(state, Edits(casts=parse_casts("float64"))).tensors
     assert made["one"].numpy().tolist() == [1, 2, 3, 4]
     assert made["other"].numpy().tolist() == [-1, -2, -3, -4]
 
@@ -161,7 +161,7 @@ def test_a_cast_keeps_what_a_file_remembers_of_views(tmp_path):
 def test_a_cast_of_composites():
     sparse = torch.sparse_coo_tensor([[0, 1], [1, 0]], [1.5, 2.5], (2, 2))
     quantized = torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8)
-    made = changed({"s": sparse, "q": quantized}, casts=casts_of("float16"))
+    made = changed({"s": sparse, "q": quantized}, casts=parse_casts("float16"))
     assert isinstance(made["s"], Composite)
     assert {n: p.dtype.name for n, p in made["s"].parts.items()} == {
         "indices": "int64",
@@ -171,24 +171,24 @@ def test_a_cast_of_composites():
 
 
 def test_a_cast_overflows_as_numpy_does():
-    made = changed({"w": np.array([1e9, -1e9, np.nan], np.float32)}, casts=casts_of("float16"))
+    made = changed({"w": np.array([1e9, -1e9, np.nan], np.float32)}, casts=parse_casts("float16"))
     assert [str(v) for v in made["w"].numpy()] == ["inf", "-inf", "nan"]
 
 
 def test_dtype_names():
-    assert dtype_named("bf16").numpy == ml_dtypes.bfloat16
-    assert dtype_named("fp8").name == "float8_e4m3fn"
+    assert parse_float_dtype("bf16").numpy == ml_dtypes.bfloat16
+    assert parse_float_dtype("fp8").name == "float8_e4m3fn"
     with pytest.raises(Unsupported, match="did you mean 'bfloat16'"):
-        dtype_named("bloat16")
+        parse_float_dtype("bloat16")
     for name in ("int8", "float4_e2m1fn", "", "none at all"):
         with pytest.raises(Unsupported):
-            dtype_named(name)
+            parse_float_dtype(name)
 
 
 def dtypes(state, casts):
     return {
         name: tensor.dtype.name
-        for name, tensor in transform(state, Edits(casts=casts_of(casts))).tensors.items()
+        for name, tensor in transform(state, Edits(casts=parse_casts(casts))).tensors.items()
     }
 
 
@@ -203,7 +203,7 @@ def test_dtypes_by_patterns():
     }  # fmt: skip
     assert dtypes(state, {"*.up.*": "f16"})["router.weight"] == "float32"
     # The names are those of the source, whatever becomes of them.
-    edits = Edits(casts=casts_of({"a.*": "f16"}), rename=(("a.*", "b.*"),))
+    edits = Edits(casts=parse_casts({"a.*": "f16"}), rename=(("a.*", "b.*"),))
     assert transform(state, edits).tensors["b.norm.weight"].dtype.name == "float16"
 
 
@@ -216,12 +216,12 @@ def test_patterns_that_cast_nothing():
         ({"n*": "f16", "norm": "bf16"}, "'norm' decides nothing"),
     ):
         with pytest.raises(CannotHold) as caught:
-            transform(state, Edits(casts=casts_of(casts)))
+            transform(state, Edits(casts=parse_casts(casts)))
         assert any(words in problem for problem in caught.value.problems), caught.value.problems
     assert dtypes(state, {"norm": "f16", "*": "bf16"})["norm"] == "float16"
     assert dtypes(tabulate_state({"ids": np.ones(2, np.int64)}), "bf16") == {"ids": "int64"}
     with pytest.raises(Unsupported, match="cannot cast to 'f17'"):
-        casts_of({"*": "f17"})
+        parse_casts({"*": "f17"})
 
 
 def test_names_of_one_tensor_agree_in_their_dtype():
@@ -233,7 +233,7 @@ def test_names_of_one_tensor_agree_in_their_dtype():
     # Other views of one storage come apart, each with its own values; those that agree stay together.
     state = tabulate_state({"whole": w, "half": w[:4], "tail": w[4:], "also": w[4:]})
     made = transform(
-        state, Edits(casts=casts_of({"whole": "f64", "half": "f16", "*": "bf16"}))
+        state, Edits(casts=parse_casts({"whole": "f64", "half": "f16", "*": "bf16"}))
     ).tensors
     assert [made[name].dtype.name for name in made] == [
         "float64",
@@ -302,11 +302,11 @@ def test_many_are_cast_as_each_by_itself(tmp_path, dtype, format):
     from holdfast.numeric.cast import cast, count_losses
 
     generator = np.random.default_rng(7)
-    to, state = dtype_named(dtype), {}
+    to, state = parse_float_dtype(dtype), {}
     for number, name in enumerate(FLOATS[:-1] * 3):
         with np.errstate(all="ignore"):
             values = generator.choice(EXTREMES, size=generator.integers(0, 9)).astype(
-                dtype_named(name).numpy
+                parse_float_dtype(name).numpy
             )
         state[f"{number}.{name}"] = torch.from_numpy(values.view(f"i{values.itemsize}")).view(
             getattr(torch, name)

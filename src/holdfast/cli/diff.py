@@ -20,7 +20,7 @@ from holdfast.numeric.dequantize import BLOCK_TYPES, number_shape
 from holdfast.verbs.brief import brief
 from holdfast.verbs.compare_values import Absent, ContainerKind, ValueChange
 from holdfast.verbs.diff import Comparison, Diff, TensorChange
-from holdfast.verbs.open import open_alike
+from holdfast.verbs.open import open_on_all_ranks
 from holdfast.verbs.side import chosen_sides
 
 DESCRIPTION = """\
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     """The exit code is that of diff(1): 0 the same, 1 different (2, trouble, is an exception)."""
     with joined_ranks(options.group, "compare") as ranks, ExitStack() as stack:
         both = ((options.a, options.map), (options.b, None))
-        checkpoints = open_alike(ranks, stack, both)
+        checkpoints = open_on_all_ranks(ranks, stack, both)
         a, b = chosen_sides(
             checkpoints,
             rename=options.rename,

@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.core.group import joined_ranks
     from holdfast.engine.computed import describe_undecoded
     from holdfast.engine.threads import count_reading_threads
-    from holdfast.verbs.open import compare_opened
+    from holdfast.verbs.open import check_ranks_opened_same
     from holdfast.verbs.open import open as open_checkpoint
     from holdfast.verbs.stats import chosen, measure, reading_nbytes
 
@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
         joined_ranks(options.group, "measure tensors") as ranks,
         open_checkpoint(options.path, threads=1) as checkpoint,
     ):
-        compare_opened(ranks, checkpoint)
+        check_ranks_opened_same(ranks, checkpoint)
         tensors = chosen(checkpoint, options.filter)
         total = reading_nbytes(tensors, bins=options.bins)
         workers = count_reading_threads(None, options.threads, ranks.count_local_ranks())

@@ -36,9 +36,9 @@ from holdfast.core.tree import Path, list_module_contents, to_path_key
 from holdfast.core.value import Value
 from holdfast.errors import BadArgument, BadArgumentType, DoesNotFit, LimitExceeded, Unsupported
 from holdfast.numeric.cast import cast
-from holdfast.verbs.open import Openable, opened, read
-from holdfast.verbs.shared.state import lazy_tree, tabulate_state
-from holdfast.verbs.shared.transform import Casts, Edits, casts_of, transform
+from holdfast.verbs.open import Openable, opened_checkpoint, read
+from holdfast.verbs.shared.state import make_lazy_tree, tabulate_state
+from holdfast.verbs.shared.transform import Casts, Edits, parse_casts, transform
 
 Where: TypeAlias = "Sharding | jax.Device | None"
 """Where an array goes; None is JAX's default device."""
@@ -89,14 +89,14 @@ def load(
     gives them. Without `jax_enable_x64` JAX has no 64 bits: numbers are rounded as `jnp.asarray` does, and those that do not fit
     are an error.
     """
-    casts = casts_of(dtype)
-    with opened(path, limits=limits, threads=threads, verify=verify) as checkpoint:
+    casts = parse_casts(dtype)
+    with opened_checkpoint(path, limits=limits, threads=threads, verify=verify) as checkpoint:
         state = transform(
             tabulate_state(checkpoint), Edits(keep=tuple(keep), drop=tuple(drop)), limits
         )
         ties = find_ties(state.tensors)
         check_expansion(state.tensors, [*{*range(len(state.tensors))}.difference(ties)])
-        tree = lazy_tree(state)
+        tree = make_lazy_tree(state)
         tensors: dict[str, LazyTensor] = {}
         depth = (limits or Limits()).depth
         paths = find_tensor_paths(

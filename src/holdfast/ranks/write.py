@@ -51,7 +51,7 @@ from holdfast.stores.memory import MemoryStore
 from holdfast.stores.place import place_at
 from holdfast.stores.remote.url import Url
 from holdfast.verbs.seals.document import Stamp, seal_file
-from holdfast.verbs.shared.formats import is_part
+from holdfast.verbs.shared.formats import is_checkpoint_file
 from holdfast.verbs.shared.read_back import (
     Outline,
     check_tensors,
@@ -84,7 +84,7 @@ def open_together(
     *,
     durable: bool,
     overwrite: bool,
-    replaceable: Callable[[str], bool] = is_part,
+    replaceable: Callable[[str], bool] = is_checkpoint_file,
 ) -> Target:
     """On the first rank: open a target for a save to a path or URL. Raises `NotCommitted` where there may be none."""
     # Of a DCP directory no checksum is recorded beside its index: that would be a second name to write, and two names cannot be put

@@ -26,8 +26,14 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
 from holdfast.verbs.open import Openable
 from holdfast.verbs.shared.models import plan_rewrite
-from holdfast.verbs.shared.planned import Destination, Planned, Saved, planned_fields, rewritten
-from holdfast.verbs.shared.state import tabulate_state, with_irregular, with_table
+from holdfast.verbs.shared.planned import (
+    Destination,
+    Planned,
+    Saved,
+    make_report_fields,
+    plan_derived_checkpoint,
+)
+from holdfast.verbs.shared.state import replace_rows, replace_table, tabulate_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +78,13 @@ def plan_compact(
         described = tabulate_state(source, limits=options["limits"])
         plan = plan_rewrite(source, _without_gaps(described), where)
         report = Compacted(
-            **planned_fields(plan, where.path),
+            **make_report_fields(plan, where.path),
             source=source.path,
             before_nbytes=source.stored_nbytes,
         )
         return Planned(plan, report, where.writing, reads=described.tensors.stores)
 
-    return rewritten(src, dst, lay_out, options, programs=True)
+    return plan_derived_checkpoint(src, dst, lay_out, options, programs=True)
 
 
 def _without_gaps(state: State) -> State:
@@ -106,7 +112,7 @@ def _without_gaps(state: State) -> State:
         chunks = tuple(_in_group(chunk, tensor, found[chunk.storage]) for chunk in tensor.chunks)
         if chunks != tensor.chunks:
             moved[row] = replace(tensor, chunks=chunks)
-    return with_table(state, with_irregular(table, moved)) if moved else state
+    return replace_table(state, replace_rows(table, moved)) if moved else state
 
 
 def _in_group(chunk: Chunk, tensor: LazyTensor, found: Sequence[RangeGroup[None]]) -> Chunk:

@@ -43,19 +43,19 @@ from holdfast.stores.paths import target_place
 from holdfast.stores.place import is_same_place
 from holdfast.verbs.open import Openable
 from holdfast.verbs.shared.formats import (
-    Options,
-    describe_one_file,
-    format_for,
+    LayoutOptions,
+    find_suffix,
+    note_single_file,
     plan_save,
-    suffix_of,
+    resolve_format,
 )
 from holdfast.verbs.shared.models import NOTHING_SELECTED, Selection, select
 from holdfast.verbs.shared.planned import (
     Destination,
     Planned,
     Saved,
-    planned_fields,
-    rewritten,
+    make_report_fields,
+    plan_derived_checkpoint,
 )
 from holdfast.verbs.shared.state import tabulate_state
 from holdfast.verbs.shared.transform import (
@@ -63,8 +63,8 @@ from holdfast.verbs.shared.transform import (
     Edits,
     Losses,
     LossFindings,
-    casts_of,
-    left_out,
+    describe_left_out,
+    parse_casts,
     transform,
 )
 
@@ -141,7 +141,7 @@ def plan_conversion(
     src: Openable | Checkpoint, dst: str | os.PathLike[str], options: ConvertOptions
 ) -> Planned[Conversion]:
     edits = pick_fields(
-        Edits, options, casts=casts_of(options["dtype"]) if options["dtype"] else ()
+        Edits, options, casts=parse_casts(options["dtype"]) if options["dtype"] else ()
     )
     lay_out = partial(
         lay_out_conversion,
@@ -149,7 +149,7 @@ def plan_conversion(
         edits=edits,
         limits=options["limits"],
     )
-    return rewritten(
+    return plan_derived_checkpoint(
         src,
         dst
         if options["store"] is None
@@ -166,7 +166,7 @@ def lay_out_conversion(
     """Lay out a conversion of an open checkpoint. `metadata` is set in its text, or taken out where it is None."""
     target = where.path
     options = where.layout
-    found = format_for(target, where.format, options)
+    found = resolve_format(target, where.format, options)
     described = tabulate_state(source, limits=limits, whole=bool(edits.keep))
     chosen, left = described, tuple[str, ...]()
     # A `.pt2` always becomes a state dict. Any other checkpoint stays as it is if nothing is selected.
@@ -185,9 +185,9 @@ def lay_out_conversion(
     source_notes = source.notes_on_numbers if edits.dequantize else source.notes
     notes = [*source_notes, *described.notes, *left]
     if edits.tensors_only:
-        notes += left_out(chosen.tree, edits)
-    if not suffix_of(target) and not is_same_place(target, source.path):
-        notes += describe_one_file(target, found)
+        notes += describe_left_out(chosen.tree, edits)
+    if not find_suffix(target) and not is_same_place(target, source.path):
+        notes += note_single_file(target, found)
     return _planned(source, where, plan, described, notes, losses)
 
 
@@ -212,7 +212,7 @@ def _planned(
         for one in gathered
     )
     report = Conversion(
-        **planned_fields(plan, where.path), source=source.path, tensors=len(tensors) + sum(len(one.labels) for one in gathered),
+        **make_report_fields(plan, where.path), source=source.path, tensors=len(tensors) + sum(len(one.labels) for one in gathered),
         read_nbytes=sum(read for read, _ in reads) + gathered_nbytes,
         over_read_nbytes=sum(over for _, over in reads), peak_nbytes=None if within is None else within.peak_nbytes,
     )  # fmt: skip
@@ -250,7 +250,7 @@ def _with_metadata(
 
 
 def _suggest_tensors_only(
-    error: CannotHold, target: str, state: State, format: str, *, options: Options
+    error: CannotHold, target: str, state: State, format: str, *, options: LayoutOptions
 ) -> CannotHold:
     """Return the error with a hint if the format could hold the tensors alone, otherwise as it is."""
     try:
@@ -308,7 +308,7 @@ def plan_edit(
     src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: EditOptions
 ) -> Planned[Conversion]:
     edits = pick_fields(
-        Edits, options, casts=casts_of(options["dtype"]) if options["dtype"] else ()
+        Edits, options, casts=parse_casts(options["dtype"]) if options["dtype"] else ()
     )
     metadata = metadata_changes(options["set_metadata"] or {}, options["unset_metadata"])
     if edits == NO_EDITS and not metadata:
@@ -319,4 +319,4 @@ def plan_edit(
         metadata=metadata,
         limits=options["limits"],
     )
-    return rewritten(src, dst, lay_out, options)
+    return plan_derived_checkpoint(src, dst, lay_out, options)

@@ -41,14 +41,14 @@ from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import is_same_place, join, place_at
 from holdfast.stores.remote.url import MAX_COPY_NBYTES
-from holdfast.verbs.open import Openable, checkpoint_mark, checkpoint_store, opened
+from holdfast.verbs.open import Openable, hash_checkpoint, open_checkpoint_store, opened_checkpoint
 from holdfast.verbs.shared.planned import (
     Planned,
     Saved,
     Writing,
     begin_ranks,
     check_target,
-    planned_fields,
+    make_report_fields,
 )
 
 
@@ -80,7 +80,7 @@ def plan_copy(
     with ExitStack() as stack:
         ranks, common = begin_ranks(options, dst, stack)
         limits = options["limits"] or Limits()
-        source = stack.enter_context(opened(src, threads=1, limits=limits))
+        source = stack.enter_context(opened_checkpoint(src, threads=1, limits=limits))
         target = place_of(dst, options["store"])
         store = _raw(src, source, stack, limits)
         if not store.is_folder and any(one.is_folder for one in source.stored.stores):
@@ -101,11 +101,13 @@ def plan_copy(
         check_target(target, directory=store.is_folder, writing=writing)
         recorded, whole = _recorded(source)
         plan, checked = _lay_out(source, store, target, limits, recorded=recorded)
-        report = Copied(**planned_fields(plan, target), source=source.path, checked_nbytes=checked)
+        report = Copied(
+            **make_report_fields(plan, target), source=source.path, checked_nbytes=checked
+        )
         report = replace(
             report, notes=(*report.notes, *_unchecked(whole, checked, by_store=bool(plan.linked)))
         )
-        mark = partial(checkpoint_mark, source)
+        mark = partial(hash_checkpoint, source)
         return Planned(
             plan, report, writing, reads=(store,), sources=stack.pop_all(), ranks=ranks, mark=mark
         )
@@ -129,7 +131,7 @@ def _raw(src: Openable | Checkpoint, source: Checkpoint, stack: ExitStack, limit
     store = source.source.store
     if isinstance(src, Checkpoint) and store.identity() != place_at(source.path).identity:
         return store  # it was opened from memory
-    raw = checkpoint_store(source.path if isinstance(src, Checkpoint) else src, limits)
+    raw = open_checkpoint_store(source.path if isinstance(src, Checkpoint) else src, limits)
     stack.callback(raw.close)
     return raw
 

@@ -66,7 +66,7 @@ from holdfast.verbs.compare_values import (
     compare_trees,
 )
 from holdfast.verbs.nonfinite import described_place, element_index
-from holdfast.verbs.open import Openable, open_alike
+from holdfast.verbs.open import Openable, open_on_all_ranks
 from holdfast.verbs.side import Side, chosen_sides, same_view
 
 if TYPE_CHECKING:
@@ -416,7 +416,7 @@ def diff(
         ExitStack() as stack,
     ):
         sides = ((a, map), (b, None))
-        checkpoints = open_alike(ranks, stack, sides, limits=limits)
+        checkpoints = open_on_all_ranks(ranks, stack, sides, limits=limits)
         chosen = chosen_sides(checkpoints, rename=rename, filter=filter, tensors_only=tensors_only)
         threads = count_reading_threads(max_memory, threads, ranks.count_local_ranks())
         return Comparison(

@@ -1,4 +1,9 @@
-"""`open` and `read`: from a path to a checkpoint, from lazy tensors to arrays."""
+"""`open` and `read`: from a path to a checkpoint, from lazy tensors to arrays.
+
+`open` makes a store for the path, and a source over the store. The content tells the format, and
+the format describes the source. If another program replaces the folder meanwhile, all of this is
+repeated.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import count
+from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
 
@@ -49,13 +54,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Openable = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
+"""What `open` accepts: a path, a URL, bytes, or a seekable binary file object."""
 
 TRIES = 10
-"""How often a folder is opened at least before an error says that it is replaced again and again."""
+"""How often a replaced folder is opened before this is an error."""
 
 PATIENCE_S = 10.0
-"""How long a folder on a disk is opened again at least. A small checkpoint takes as long to save as to
-open, and may be replaced during ten tries in a row."""
+"""How many seconds a replaced folder on a disk is opened again, even after `TRIES` times.
+
+Saving a small checkpoint takes as long as opening it, so it may be replaced ten times in a row.
+"""
+
+SAMPLE_COUNT = 32
+"""How many tensors without a recorded checksum are sampled for the hash of a checkpoint."""
+
+SAMPLE_NBYTES = 4096
+"""How many bytes of each sampled tensor are hashed."""
 
 
 @validate_arguments(rules=make_rules_check(PlacementRule))
@@ -70,101 +84,143 @@ def open(
     rules: str | PlacementRule | Iterable[str | PlacementRule] = (),
     map: AnyMap | None = None,
 ) -> Checkpoint:
-    """Open a checkpoint of any known format without running anything in it, and without reading tensor data.
+    """Open a checkpoint of any known format. Nothing in it is executed, and no tensor data is read.
 
-    `path` is a file, a directory, the bytes themselves, a seekable binary file object, or the URL
-    of an object or a prefix in an object store (`s3://`, `gs://`, `az://`). The index of a
-    Hugging Face folder opens the folder, and the folder of a model in the hub cache
-    (`models--org--name`) opens the snapshot of its ref. `store` is an obstore store to use in
-    place of one from the environment; `path` may then be a key in it. With `mmap=True` arrays are
-    views of the mapped file (copied on write) where their layout allows, and checksums are not
-    looked at. If a program truncates the mapped file in place, the next access to the lost part
-    ends the process (SIGBUS), as with `torch.load(mmap=True)`; a save that replaces the file by a
-    rename does no harm. Without `mmap`, where the file records a checksum and the whole of what it
-    covers is read, it is compared (`verify=False` opts out). `limits` raises what a file may cost;
-    `threads` bounds the parallel reads.
-    `rules` say how tensors were cut in a folder of Megatron's ranks, in the words of `reshard`: "*.adapter.weight: tp=0"; they come
-    before those that it has for Megatron's own layers. `map` shows the tensors in the layout of another framework, by a name like
-    "qwen3:hf:megatron", or "auto" (`holdfast.Map`): `DoesNotFit` names all that is missing, left over or of another shape.
+    Args:
+        path: A file, a directory, the bytes themselves, a seekable binary file object, or the URL
+            of an object or a prefix in an object store (`s3://`, `gs://`, `az://`). The index of a
+            Hugging Face folder opens the folder. The folder of a model in the hub cache
+            (`models--org--name`) opens the snapshot of its ref.
+        mmap: Return arrays as views of the mapped file (copied on write) where their layout allows
+            it, without a comparison of checksums. If a program truncates the mapped file in place,
+            the next access to the lost bytes ends the process (SIGBUS), as with
+            `torch.load(mmap=True)`. A save that replaces the file by a rename does no harm.
+        verify: Compare the checksums that the file records whenever everything that a checksum
+            covers is read. Not with `mmap`.
+        limits: Higher limits for what a file may cost.
+        threads: The largest number of threads that read in parallel.
+        store: An obstore store to use instead of one from the environment. `path` may then be a
+            key in it.
+        rules: How tensors were cut in a folder of Megatron's ranks, in the words of `reshard`:
+            "*.adapter.weight: tp=0". They precede the built-in rules for Megatron's own layers.
+        map: Show the tensors in the layout of another framework: a name like "qwen3:hf:megatron",
+            "auto", or a `holdfast.Map`.
+
+    Raises:
+        DoesNotFit: The map does not fit. The error lists all names that are missing, left over or
+            of another shape.
     """
-    given = tuple(cast("tuple[str | PlacementRule, ...]", rules))
+    placement_rules = tuple(cast("tuple[str | PlacementRule, ...]", rules))
     return open_for_verb(
-        path, mmap=mmap, verify=verify, limits=limits, threads=threads, store=store, rules=given,
+        path,
+        mmap=mmap,
+        verify=verify,
+        limits=limits,
+        threads=threads,
+        store=store,
+        rules=placement_rules,
         map=map,
-    )  # fmt: skip
+    )
 
 
 def open_for_verb(
-    path: Openable, *, mmap: bool = False, verify: bool = True, limits: Limits | None = None, threads: int | None = None,
-    store: object | None = None, rules: Sequence[str | PlacementRule] = (), map: AnyMap | None = None,
-) -> Checkpoint:  # fmt: skip
+    path: Openable,
+    *,
+    mmap: bool = False,
+    verify: bool = True,
+    limits: Limits | None = None,
+    threads: int | None = None,
+    store: object | None = None,
+    rules: Sequence[str | PlacementRule] = (),
+    map: AnyMap | None = None,
+) -> Checkpoint:
     """Open a checkpoint as `open` does, for a verb that has checked the arguments."""
-    limits = limits or DEFAULTS
-
-    def look(store: Store) -> Checkpoint:
-        source = OpenSource(
-            store, limits=limits, threads=threads, mapped=mmap, verify=verify, rules=rules
-        )
-        checkpoint = _described(source)
-        if rules and not format_of(checkpoint.format).rules:
-            said = f"rules= are for folders of Megatron's ranks; this is {checkpoint.format}, which says itself how tensors lie"
-            raise BadArgument(said, file=checkpoint.path)
-        return checkpoint if map is None else seen_through(checkpoint, map)
-
-    return steady(path, limits, look, store=store)
+    return open_with_retries(
+        path,
+        partial(describe_source, map=map),
+        limits=limits or DEFAULTS,
+        threads=threads,
+        mapped=mmap,
+        verify=verify,
+        rules=rules,
+        store=store,
+    )
 
 
 def open_built_in(path: Openable, limits: Limits) -> Checkpoint:
-    """Open a checkpoint of a format of Holdfast. Functions of other packages are never called."""
-
-    def look(store: Store) -> Checkpoint:
-        return _described(OpenSource(store, limits=limits), plugins=False)
-
-    return steady(path, limits, look)
+    """Open a checkpoint of a built-in format. Functions of other packages are never called."""
+    return open_with_retries(path, partial(describe_source, plugins=False), limits=limits)
 
 
-def seen_through(
-    checkpoint: Checkpoint, map: AnyMap | None, wanted: Callable[[], Iterable[str]] | None = None
-) -> Checkpoint:  # fmt: skip
-    """A checkpoint through a map, or as it is. `wanted` gives the names of the other side, by which "auto" finds the layout."""
+def apply_map(
+    checkpoint: Checkpoint,
+    map: AnyMap | None,
+    list_names: Callable[[], Iterable[str]] | None = None,
+) -> Checkpoint:
+    """Return a checkpoint in the layout of another framework, or as it is without a map.
+
+    Args:
+        checkpoint: The open checkpoint.
+        map: The map, its name, or "auto".
+        list_names: Returns the names that the caller will look up. "auto" finds the layout by them.
+    """
     if map is None:
         return checkpoint
-    found: Map | None = find_hook("find_map")(map, checkpoint, wanted)
-    return checkpoint if found is None else found.through(checkpoint)
+    resolved_map: Map | None = find_hook("find_map")(map, checkpoint, list_names)
+    return checkpoint if resolved_map is None else resolved_map.through(checkpoint)
 
 
 @contextmanager
-def opened(
-    src: Openable | Checkpoint, *, limits: Limits | None = None, threads: int | None = None, verify: bool = True,
+def opened_checkpoint(
+    src: Openable | Checkpoint,
+    *,
+    limits: Limits | None = None,
+    threads: int | None = None,
+    verify: bool = True,
     map: AnyMap | None = None,
-) -> Iterator[Checkpoint]:  # fmt: skip
-    """What every verb takes as its source, opened for a block: an open checkpoint stays open, anything else is closed after it."""
+) -> Iterator[Checkpoint]:
+    """Open the source of a verb for a `with` block. A checkpoint that was open already stays open."""
     if isinstance(src, Checkpoint):
-        yield seen_through(src, map)
+        yield apply_map(src, map)
         return
+
+    # This generator keeps no reference to the checkpoint. A caller that has read the columns can
+    # then free the lazy tensors, of which there may be a million.
     checkpoints = [open_for_verb(src, limits=limits, threads=threads, verify=verify, map=map)]
     close = checkpoints[0].source.store.close
     try:
-        # Nothing here holds it: whoever has taken its columns lets go of its lazy tensors, which are many.
         yield checkpoints.pop()
     finally:
         close()
 
 
-def _described(source: Source, *, plugins: bool = True) -> Checkpoint:
-    """Return the checkpoint of a source, which may have come from another process."""
+def describe_source(
+    source: Source, *, map: AnyMap | None = None, plugins: bool = True
+) -> Checkpoint:
+    """Find the format of a source and return its checkpoint.
+
+    Args:
+        source: The source. It may have come from another process.
+        map: A map to another layout.
+        plugins: Whether formats of other packages are tried.
+
+    Raises:
+        UnknownFormat: The content is of no known format.
+        BadArgument: There are placement rules, but the format places the tensors itself.
+    """
     store = source.store
     try:
         with gc_paused(), store.reading():
             try:
                 format = detect(source, plugins=plugins)
             except UnknownFormat as error:
-                raise _with_steps(error, source) from None
-            return Checkpoint(source, format.describe(source), reopen=_described)
+                raise _suggest_steps(error, source) from None
+            checkpoint = Checkpoint(source, format.describe(source), reopen=describe_source)
     except HoldfastError as error:
         if error.file is None:
             error.file = store.name
-        # A data file of DCP has several archives, one behind the other. Its index has their places.
+        # A data file of DCP contains several archives, one behind the other. Only the index of its
+        # folder tells where they are.
         data_suffixes = tuple(entry.data for entry in FORMATS if entry.data)
         if isinstance(error, ZipError) and store.name.endswith(data_suffixes):
             raise UnknownFormat(
@@ -173,12 +229,22 @@ def _described(source: Source, *, plugins: bool = True) -> Checkpoint:
             ) from error
         raise
 
+    if source.rules and not format_of(checkpoint.format).rules:
+        message = (
+            "rules= are for folders of Megatron's ranks; "
+            f"the format {checkpoint.format} records itself how tensors are placed"
+        )
+        raise BadArgument(message, file=checkpoint.path)
+    return checkpoint if map is None else apply_map(checkpoint, map)
 
-def _with_steps(error: UnknownFormat, source: Source) -> UnknownFormat:
-    """Return the error for a folder that is no checkpoint; another one if the folder holds the steps of a run."""
+
+def _suggest_steps(error: UnknownFormat, source: Source) -> UnknownFormat:
+    """Return a better error if the folder contains the steps of a run, otherwise the same error."""
     from holdfast.verbs.trainers import find_step_folders  # It imports this module.
 
-    steps = find_step_folders(source.store.list()) if source.store.is_folder else []
+    if not source.store.is_folder:
+        return error
+    steps = find_step_folders(source.store.list())
     if not steps:
         return error
     return UnknownFormat(
@@ -188,67 +254,104 @@ def _with_steps(error: UnknownFormat, source: Source) -> UnknownFormat:
     )
 
 
-def attempts(path: Openable, store: object | None = None) -> Iterator[None]:
-    """Yield for each time that a path is opened: `TRIES` times, and on a disk until `PATIENCE_S` have passed.
+def retry_opening(path: Openable, store: object | None = None) -> Iterator[None]:
+    """Yield once for each time that a path should be opened before the caller gives up.
 
-    In a bucket, an object that is gone may be one that the checkpoint lacks, and stays gone.
+    That is `TRIES` times, and on a disk also until `PATIENCE_S` have passed. In a bucket, an object
+    that is gone may be one that the checkpoint lacks, and waiting does not bring it back.
     """
-    end_s = time.monotonic() + PATIENCE_S
-    for number in count():
-        if number >= TRIES and (
-            time.monotonic() > end_s or not place_at(place_of(path, store)).on_disk
-        ):
-            return
+    for _ in range(TRIES):
+        yield
+    if not place_at(place_of(path, store)).on_disk:
+        return
+    stop_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() <= stop_s:
         yield
 
 
-def steady(
-    path: Openable, limits: Limits, look: Callable[[Store], T], *, store: object | None = None
+def open_with_retries(
+    path: Openable,
+    describe: Callable[[OpenSource], T],
+    *,
+    limits: Limits,
+    threads: int | None = None,
+    mapped: bool = False,
+    verify: bool = True,
+    rules: Sequence[str | PlacementRule] = (),
+    store: object | None = None,
 ) -> T:
-    """What `look` makes of the store at a path; it takes the store over. An error closes it.
+    """Open a path and describe it, again if its folder is replaced meanwhile.
 
-    A directory may be replaced meanwhile, and what is left of the old one is removed file by file: where a file was gone that had
-    been there, whatever was found is forgotten, and the path opened again.
+    Another program may replace a directory while it is read, and removes the old one file by file.
+    If a file is gone that was there before, everything is forgotten, and the path is opened again.
+
+    Args:
+        path: The path, or anything else that `open` accepts.
+        describe: Makes the result from an open source. The result closes the store of the source.
+        limits: As for `OpenSource`, like `threads`, `mapped`, `verify` and `rules`.
+        store: An obstore store in which `path` is a key.
+
+    Raises:
+        Replaced: The folder was replaced during every try.
     """
-    for _ in attempts(path, store):
-        opened = checkpoint_store(path, limits, store=store)
+    for _ in retry_opening(path, store):
+        opened_store = open_checkpoint_store(path, limits, store=store)
         try:
-            made = look(opened)
+            result = describe(
+                OpenSource(
+                    opened_store,
+                    limits=limits,
+                    threads=threads,
+                    mapped=mapped,
+                    verify=verify,
+                    rules=rules,
+                )
+            )
         except BaseException as error:
-            opened.close()
-            if not isinstance(error, HoldfastError) or not opened.is_gone:
+            opened_store.close()
+            if not isinstance(error, HoldfastError) or not opened_store.is_gone:
                 raise
             continue
-        if not opened.is_gone:
-            return made
-        opened.close()
+        if not opened_store.is_gone:
+            return result
+        opened_store.close()
     message = (
         "the folder was replaced each time that it was opened; open it when fewer saves go there"
     )
-    raise Replaced(message, file=opened.name)
+    raise Replaced(message, file=opened_store.name)
 
 
-def checkpoint_store(path: Openable, limits: Limits, *, store: object | None = None) -> Store:
-    """Open the store of the checkpoint that `path` stands for: of an index its folder, of a hub cache folder its snapshot."""
+def open_checkpoint_store(path: Openable, limits: Limits, *, store: object | None = None) -> Store:
+    """Open the store of the checkpoint that a path stands for.
+
+    The index of a checkpoint stands for its folder, and a folder of the hub cache for its snapshot.
+    """
     if not isinstance(path, str | os.PathLike):
-        return store_of(path, limits)
-    place, index = place_of(path, store), ""
-    # Only an index and a model's folder of the hub cache stand for another place.
+        return open_store(path, limits)
+    place = place_of(path, store)
+    index = ""
+    # Only these places can stand for another one. The others need no look at the disk.
     if place.endswith(INDEX_ENDS) or CACHED_MODEL in place or not PurePath(place).name:
         place, index = locate_checkpoint(place, limits)
-    opened_store = place_at(place).store(limits, _recover)
+    opened_store = place_at(place).store(limits, _find_recoverable)
     opened_store.index = index
     return opened_store
 
 
-def store_of(path: Openable, limits: Limits, *, store: object | None = None) -> Store:
-    """The store behind anything that `open` takes; with an object store that the caller has made, `path` is a key in it."""
-    from holdfast.stores.memory import FileObjectStore, MemoryStore  # not for paths
+def open_store(path: Openable, limits: Limits, *, store: object | None = None) -> Store:
+    """Open the store behind anything that `open` accepts.
+
+    Args:
+        path: A path, a URL, bytes or a file object.
+        limits: What listing a folder may cost.
+        store: An obstore store in which `path` is a key.
+    """
+    from holdfast.stores.memory import FileObjectStore, MemoryStore  # not needed for paths
 
     if isinstance(path, bytes | bytearray | memoryview):
         return MemoryStore({"bytes": path}, name="<bytes>")
     if isinstance(path, str | os.PathLike):
-        return place_at(place_of(path, store)).store(limits, _recover)
+        return place_at(place_of(path, store)).store(limits, _find_recoverable)
     if isinstance(path, io.IOBase) or all(hasattr(path, name) for name in ("read", "seek", "tell")):
         check_binary(path, "rb")
         return FileObjectStore(path)
@@ -258,40 +361,46 @@ def store_of(path: Openable, limits: Limits, *, store: object | None = None) -> 
     )
 
 
-def _recover(path: str) -> str | None:
-    from holdfast.engine.commit.temporaries import find_recoverable  # only where nothing is there
+def _find_recoverable(path: str) -> str | None:
+    """Find the checkpoint that a crash left beside a path where nothing is."""
+    from holdfast.engine.commit.temporaries import find_recoverable  # rarely needed
 
     return find_recoverable(path)
 
 
 def read(tensors: Iterable[LazyTensor]) -> list[np.ndarray]:
-    """Read many lazy tensors (slices, too) at once: in parallel, with neighbouring reads joined."""
+    """Read many lazy tensors, or slices of them, in parallel.
+
+    Neighboring ranges of a file are read together, so this is faster than reading one by one.
+    """
     try:
-        wanted = list(tensors)
+        lazy_tensors = list(tensors)
     except TypeError:
-        wanted = [tensors]  # type: ignore[list-item]  # is refused below
-    for one in wanted:
-        if not isinstance(one, LazyTensor):
-            more = " (of a checkpoint: its values())" if isinstance(tensors, Mapping) else ""
+        lazy_tensors = [tensors]  # type: ignore[list-item]  # is refused below
+    for tensor in lazy_tensors:
+        if not isinstance(tensor, LazyTensor):
+            hint = " (of a checkpoint: its values())" if isinstance(tensors, Mapping) else ""
             raise BadArgumentType(
-                f"read takes a list of lazy tensors, and {describe_value(one)} is none{more}",
-                found=one,
+                f"read takes a list of lazy tensors, and {describe_value(tensor)} is none{hint}",
+                found=tensor,
             )
-    return read_tensors(wanted)
+    return read_tensors(lazy_tensors)
 
 
-def compare_opened(ranks: Ranks, *checkpoints: Checkpoint) -> None:
+def check_ranks_opened_same(ranks: Ranks, *checkpoints: Checkpoint) -> None:
     """Raise `Replaced` on every rank unless all of them have opened the same checkpoints.
 
-    The ranks of a verb open its path by themselves. On disks of their own it may lead to another step on each machine.
+    Each rank of a verb opens the path by itself. On local disks it may lead to another step on each
+    machine.
     """
     if ranks.size > 1:
         from holdfast.core.group import compare_marks  # for ranks
 
-        compare_marks(ranks, b"".join([checkpoint_mark(checkpoint) for checkpoint in checkpoints]))
+        hashes = [hash_checkpoint(checkpoint) for checkpoint in checkpoints]
+        compare_marks(ranks, b"".join(hashes))
 
 
-def open_alike(
+def open_on_all_ranks(
     ranks: Ranks,
     stack: ExitStack,
     sources: Iterable[tuple[Openable | Checkpoint, AnyMap | None]],
@@ -305,65 +414,63 @@ def open_alike(
     """
 
     def compare_and_return(checkpoint: Checkpoint) -> Checkpoint:
-        compare_opened(ranks, checkpoint)
+        check_ranks_opened_same(ranks, checkpoint)
         return checkpoint
 
     for source, map in sources:
-        yield compare_and_return(stack.enter_context(opened(source, limits=limits, map=map)))
+        yield compare_and_return(
+            stack.enter_context(opened_checkpoint(source, limits=limits, map=map))
+        )
 
 
-SAMPLES, SAMPLE_NBYTES = 32, 4096
-"""How many tensors without a recorded checksum are sampled for the mark of a checkpoint, and how many bytes of each."""
+def hash_checkpoint(checkpoint: Checkpoint) -> bytes:
+    """Hash what opening has read, by which ranks check that they have opened the same checkpoint.
 
-
-def checkpoint_mark(checkpoint: Checkpoint) -> bytes:
-    """A hash of what opening has read: names, dtypes, shapes, recorded checksums, the text that a file carries about itself.
-
-    Times and inodes are no part of it, since ranks on several machines may have copies. Where files of this machine record no
-    checksums, which is what the safetensors library writes, a sample of the data stands for them.
+    These are the names, dtypes, shapes, recorded checksums, and the text that a file contains about
+    itself. Times and inodes do not count, since ranks on several machines may have copies. Local
+    files without checksums, as the safetensors library writes them, are represented by a sample of
+    their data.
     """
     from hashlib import blake2b  # for ranks, as the next one
 
     from holdfast.formats.dcp.lazy import ItemStorage
 
-    mark = blake2b(
-        repr((checkpoint.format, sorted(checkpoint.metadata.items()))).encode(
-            "utf-8", "surrogatepass"
-        ),
-        digest_size=16,
-    )
-    unchecked: list[Storage] = []
+    header = repr((checkpoint.format, sorted(checkpoint.metadata.items())))
+    hasher = blake2b(header.encode("utf-8", "surrogatepass"), digest_size=16)
+    unchecked_storages: list[Storage] = []
     for name, tensor in checkpoint.items():
-        sums: list[int | None] = []
+        crcs: list[int | None] = []
         for storage in tensor.storages:
-            # The checksums of DCP's items stand in the items, which are not located to be told apart.
-            crc32 = None if isinstance(storage, ItemStorage) else storage.crc32
-            sums.append(crc32)
-            if crc32 is None and storage.nbytes:
-                unchecked.append(storage)
-        mark.update(
-            repr((name, tensor.dtype.name, tensor.shape, sums)).encode("utf-8", "surrogatepass")
-        )
+            # The checksums of DCP's items are inside the items, which are not located for this.
+            crc = None if isinstance(storage, ItemStorage) else storage.crc32
+            crcs.append(crc)
+            if crc is None and storage.nbytes:
+                unchecked_storages.append(storage)
+        outline = repr((name, tensor.dtype.name, tensor.shape, crcs))
+        hasher.update(outline.encode("utf-8", "surrogatepass"))
+
     store = checkpoint.source.store
     if store.read_profile.is_file:
-        ranges = [storage.ranges[-1] for storage in unchecked if storage.home is store]
-        for key, start, stop in evenly_chosen(ranges, SAMPLES):
-            mark.update(last_bytes(store, key, start, stop))
-    return mark.digest()
+        last_ranges = [
+            storage.ranges[-1] for storage in unchecked_storages if storage.home is store
+        ]
+        for key, start, stop in choose_evenly(last_ranges, SAMPLE_COUNT):
+            hasher.update(read_last_bytes(store, key, start, stop))
+    return hasher.digest()
 
 
-def evenly_chosen(values: Sequence[T], most: int) -> Sequence[T]:
-    """Return at most so many of the values, evenly spread over all of them.
+def choose_evenly(values: Sequence[T], max_count: int) -> Sequence[T]:
+    """Return at most this many of the values, evenly spread over all of them.
 
-    >>> evenly_chosen(range(100), 3)
+    >>> choose_evenly(range(100), 3)
     [0, 33, 66]
     """
-    count = min(most, len(values))
-    return [values[number * len(values) // count] for number in range(count)]
+    count = min(max_count, len(values))
+    return [values[index * len(values) // count] for index in range(count)]
 
 
-def last_bytes(store: Store, key: str, start: int, stop: int) -> bytes:
-    """Read the end of a range. That of a DCP item has the checksum of all its data."""
+def read_last_bytes(store: Store, key: str, start: int, stop: int) -> bytes:
+    """Read the last bytes of a range. In a DCP item they include the checksum of all its data."""
     content = bytearray(min(stop - start, SAMPLE_NBYTES))
     store.read(key, stop - len(content), memoryview(content))
     return bytes(content)

@@ -31,8 +31,14 @@ from holdfast.engine.saves import SavePlan
 from holdfast.errors import BadPlacement
 from holdfast.formats.native.write import lay_out_split
 from holdfast.verbs.open import Openable
-from holdfast.verbs.shared.formats import save_name
-from holdfast.verbs.shared.planned import Destination, Planned, Saved, planned_fields, rewritten
+from holdfast.verbs.shared.formats import choose_save_id
+from holdfast.verbs.shared.planned import (
+    Destination,
+    Planned,
+    Saved,
+    make_report_fields,
+    plan_derived_checkpoint,
+)
 from holdfast.verbs.shared.state import tabulate_state
 
 
@@ -188,14 +194,16 @@ def plan_reshard(
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Saved]:
         state = tabulate_state(source, limits=options["limits"])
         plan = replace(
-            lay_out_reshard(state, grid, parsed, save=save_name(where.path, where.writing.save)),
+            lay_out_reshard(
+                state, grid, parsed, save=choose_save_id(where.path, where.writing.save)
+            ),
             expected_table=state.tensors,
         )
         return Planned(
             plan,
-            Saved(**planned_fields(plan, where.path)),
+            Saved(**make_report_fields(plan, where.path)),
             where.writing,
             reads=state.tensors.stores,
         )
 
-    return rewritten(src, dst, lay_out, options, directory=True)
+    return plan_derived_checkpoint(src, dst, lay_out, options, directory=True)

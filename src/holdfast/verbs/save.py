@@ -32,15 +32,15 @@ from holdfast.formats import format_of
 from holdfast.stores.paths import check_binary, order_content_and_path, place_of, target_place
 from holdfast.verbs.shared.base import check_shares, not_shared, open_base
 from holdfast.verbs.shared.formats import (
-    Options,
-    describe_one_file,
-    format_for,
-    format_named,
+    LayoutOptions,
+    find_suffix,
+    map_suffixes_to_formats,
+    note_single_file,
     plan_save,
-    suffix_of,
-    written_suffixes,
+    resolve_format,
+    resolve_named_format,
 )
-from holdfast.verbs.shared.planned import Planned, Saved, Writing, check_target, planned_fields
+from holdfast.verbs.shared.planned import Planned, Saved, Writing, check_target, make_report_fields
 from holdfast.verbs.shared.state import tabulate_state
 
 
@@ -79,7 +79,7 @@ def save(
     """
     state, path = order_content_and_path(state, dst)
     layout, writing, limits, progress = (
-        pick_fields(Options, options),
+        pick_fields(LayoutOptions, options),
         pick_fields(Writing, options),
         options["limits"],
         options["progress"],
@@ -136,7 +136,7 @@ def to_bytes(
     """
     memory = io.BytesIO()
     described = tabulate_state(state, metadata=metadata, limits=limits)
-    plan = _plan_stream(described, "", format, Options(keep_tree=keep_tree))
+    plan = _plan_stream(described, "", format, LayoutOptions(keep_tree=keep_tree))
     _write_stream(plan, memory, described, "<BytesIO>")
     return memory.getvalue()
 
@@ -146,7 +146,7 @@ def _stream(
     file: Writer,
     *,
     format: str | None,
-    options: Options,
+    options: LayoutOptions,
     writing: Writing,
     progress: Progress | None,
 ) -> Saved:
@@ -164,13 +164,15 @@ def _stream(
     return report
 
 
-def _plan_stream(described: State, name: str, format: str | None, options: Options) -> SavePlan:
+def _plan_stream(
+    described: State, name: str, format: str | None, options: LayoutOptions
+) -> SavePlan:
     suffix = os.path.splitext(name)[1].lower()
-    if format is None and (not suffix or suffix not in written_suffixes()):
+    if format is None and (not suffix or suffix not in map_suffixes_to_formats()):
         raise BadArgument(
             "say format='safetensors' or format='torch': a file object has no suffix that would tell"
         )
-    found = format_named(f"archive{suffix}", format, options)
+    found = resolve_named_format(f"archive{suffix}", format, options)
     if format_of(found).folder:
         more = ", and so is what max_shard_size= asks for" if options.max_shard_size else ""
         problem = f"{found} is a directory of files{more}; give the path of a directory, or another format"
@@ -191,11 +193,11 @@ def _write_stream(plan: SavePlan, file: Writer, described: State, where: str) ->
 
 
 def plan_saving(
-    state: object, target: str, *, format: str | None, metadata: Mapping[str, str] | None, options: Options, base: str | None,
+    state: object, target: str, *, format: str | None, metadata: Mapping[str, str] | None, options: LayoutOptions, base: str | None,
     hashes: bool, writing: Writing, limits: Limits | None,
 ) -> Planned[Saved]:  # fmt: skip
     described = tabulate_state(state, metadata=metadata, limits=limits)
-    found = format_for(target, format, options)
+    found = resolve_format(target, format, options)
     if base is not None or hashes:
         check_shares(target, found, base)
     folder = format_of(found).folder
@@ -214,13 +216,13 @@ def plan_saving(
             options = replace(options, base=opened)
         plan = plan_save(target, described, found, options=options)
         notes = described.notes
-        if not suffix_of(target):
-            notes = (*notes, *describe_one_file(target, found))
+        if not find_suffix(target):
+            notes = (*notes, *note_single_file(target, found))
         if notes:
             plan = replace(plan, notes=(*notes, *plan.notes))
         return Planned(
             plan,
-            Saved(**planned_fields(plan, target)),
+            Saved(**make_report_fields(plan, target)),
             writing,
             reads=reads,
             sources=stack.pop_all(),

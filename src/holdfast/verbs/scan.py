@@ -56,7 +56,7 @@ from holdfast.formats.safetensors.schema import MANIFEST
 from holdfast.stores.paths import describe_place, disambiguate_path, place_of
 from holdfast.stores.place import join, place_at
 from holdfast.verbs.locate import INDEX_ENDS
-from holdfast.verbs.open import open_built_in, store_of
+from holdfast.verbs.open import open_built_in, open_store
 from holdfast.verbs.scanning.archives import Span
 from holdfast.verbs.scanning.findings import (
     Allowlist,
@@ -369,7 +369,7 @@ class _Acceptance:
 
 
 def _sha256(path: str, limits: Limits) -> str:
-    store = store_of(disambiguate_path(path), limits)
+    store = open_store(disambiguate_path(path), limits)
     try:
         (key,) = store.list()
         span = Span(OpenSource(store, limits=limits, threads=1), key, 0, store.size(key))
@@ -565,7 +565,7 @@ def _error_text(error: Exception) -> str:
 
 
 def _scan_bytes(path: str, limits: Limits) -> FileReport:
-    store = store_of(disambiguate_path(path), limits)
+    store = open_store(disambiguate_path(path), limits)
     try:
         source = OpenSource(store, limits=limits, threads=1, mapped=False)
         (key,) = store.list()
@@ -696,7 +696,7 @@ def _scan_folder(folder: str, limits: Limits) -> FileReport:
     spans: dict[str, Span] = {}
     try:
         for name in sizes:
-            store = store_of(disambiguate_path(_below(folder, name)), limits)
+            store = open_store(disambiguate_path(_below(folder, name)), limits)
             stores.append(store)
             (key,) = store.list()
             spans[name] = Span(OpenSource(store, limits=limits, threads=1), key, 0, store.size(key))

@@ -28,7 +28,7 @@ from holdfast.engine.threads import count_reading_threads
 from holdfast.errors import error_context
 from holdfast.numeric.statistics import has_numbers
 from holdfast.numeric.zeros import ZeroCounter, ZeroCounts
-from holdfast.verbs.open import Openable, opened
+from holdfast.verbs.open import Openable, opened_checkpoint
 from holdfast.verbs.stats import TensorReport, decoded_pairs
 
 BLOCKS = (
@@ -98,7 +98,7 @@ def sparsity(
     Tensors without data, and elements that are no numbers, are left out.
     """
     workers = count_reading_threads(max_memory, threads)
-    with opened(src, threads=1, limits=limits) as source:
+    with opened_checkpoint(src, threads=1, limits=limits) as source:
         rows = find_zeros(
             [source[name] for name in filter(make_matcher(pattern), source)],
             threads=workers,

@@ -29,7 +29,7 @@ from holdfast.engine.threads import count_reading_threads
 from holdfast.errors import NoSuchTensor, error_context
 from holdfast.numeric.statistics import Moments, NumberStats, has_numbers, is_counted_by_pattern
 from holdfast.verbs.nonfinite import describe_nonfinite, element_index
-from holdfast.verbs.open import Openable, compare_opened, opened
+from holdfast.verbs.open import Openable, check_ranks_opened_same, opened_checkpoint
 
 T = TypeVar("T")
 
@@ -138,8 +138,8 @@ def stats(
     """
     with joined_ranks(group, "measure tensors") as ranks, ranks.joint_progress(progress) as counted:
         workers = count_reading_threads(max_memory, threads, ranks.count_local_ranks())
-        with opened(src, threads=1, limits=limits) as source:
-            compare_opened(ranks, source)
+        with opened_checkpoint(src, threads=1, limits=limits) as source:
+            check_ranks_opened_same(ranks, source)
             tensors = chosen(source, pattern)
             rows = measure(tensors, bins=bins, threads=workers, progress=counted, ranks=ranks)
             notes = (*source.notes_on_numbers, *describe_undecoded(tensors))

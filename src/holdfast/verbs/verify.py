@@ -61,7 +61,7 @@ from holdfast.stores.local import MAX_KEPT_FILES
 from holdfast.stores.paths import describe_place, place_of
 from holdfast.stores.place import join, place_at
 from holdfast.verbs.locate import locate_checkpoint
-from holdfast.verbs.open import Openable, attempts, opened, store_of
+from holdfast.verbs.open import Openable, open_store, opened_checkpoint, retry_opening
 from holdfast.verbs.seals.check import Misfit, compared, seal_path
 from holdfast.verbs.seals.document import SEAL, SUFFIX, Seal
 from holdfast.verbs.seals.recorded import compare_recorded
@@ -184,7 +184,7 @@ def verify(
     with joined_ranks(group, "verify") as ranks, ranks.joint_progress(progress) as counted:
         workers = count_reading_threads(max_memory, threads, ranks.count_local_ranks())
         if map is not None:
-            with opened(src, limits=limits) as checkpoint:
+            with opened_checkpoint(src, limits=limits) as checkpoint:
                 found: Map | None = find_hook("find_map")(map, checkpoint, is_check=True)
                 if found is not None:
                     found.through(checkpoint)  # This proves that the map fits.
@@ -214,7 +214,7 @@ def _verified(
     except HoldfastError as error:
         check.refuse(describe_place(src), error)
         return check.report(describe_place(src))
-    for _ in attempts(src):
+    for _ in retry_opening(src):
         check = Verification(limits, workers, progress, ranks)
         place = place_at(path)
         if place.on_disk:
@@ -316,7 +316,7 @@ class Verification:
         done: set[str] = set()
         store = None
         try:
-            store = store_of(path, self._limits)
+            store = open_store(path, self._limits)
             store.index = index
             keys = store.list() if store.is_folder else ()
             if place_at(path).on_disk:
@@ -385,7 +385,7 @@ class Verification:
         """Verify one file. With `optional`, one that is no checkpoint is passed over; `ours` as for `refuse`."""
         label = path if isinstance(path, str) else f"<{type(path).__name__}>"
         try:
-            store = store_of(path, self._limits)
+            store = open_store(path, self._limits)
             try:
                 self._checkpoint(store, label)
             finally:

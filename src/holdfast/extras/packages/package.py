@@ -44,7 +44,7 @@ from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
 from holdfast.verbs.open import Openable
 from holdfast.verbs.open import open as open_checkpoint
-from holdfast.verbs.shared.formats import Options, check_archive_name, plan_save, suffix_of
+from holdfast.verbs.shared.formats import LayoutOptions, check_archive_name, find_suffix, plan_save
 from holdfast.verbs.shared.models import CONSTANTS, models_in, non_weight_keys, weights_of
 from holdfast.verbs.shared.planned import (
     Destination,
@@ -52,11 +52,11 @@ from holdfast.verbs.shared.planned import (
     Saved,
     Writing,
     check_target,
-    planned_fields,
-    rewritten,
+    make_report_fields,
+    plan_derived_checkpoint,
 )
 from holdfast.verbs.shared.rejoin import rejoin
-from holdfast.verbs.shared.state import lazy_tree, tabulate_state, tabulate_tree, with_table
+from holdfast.verbs.shared.state import make_lazy_tree, replace_table, tabulate_state, tabulate_tree
 
 Deduplicate = Literal["storage", "content"]
 
@@ -85,7 +85,7 @@ def plan_package(
     """Lay out a package. With `deduplicate="content"`, what looks equal is read and compared."""
     target, writing = place_of(dst), pick_fields(Writing, options)
     format, deduplicate = options["format"], options["deduplicate"]
-    among, suffix = [one for one in FORMATS if one.packages], suffix_of(target)
+    among, suffix = [one for one in FORMATS if one.packages], find_suffix(target)
     if format is not None:
         found = chosen(format, among)
         message = f"a package is {' or '.join(map(repr, titles(among)))}, not {format!r}"
@@ -122,12 +122,12 @@ def plan_package(
             plan = _plan_state(state, beside, target, found)
         else:
             rejoined = rejoin(state)
-            plan = _plan_pt2(lazy_tree(rejoined.state), beside, archive_name(target))
+            plan = _plan_pt2(make_lazy_tree(rejoined.state), beside, archive_name(target))
             notes += rejoined.notes
         plan = replace(plan, notes=(*notes, *plan.notes))
         return Planned(
             plan,
-            Saved(**planned_fields(plan, target)),
+            Saved(**make_report_fields(plan, target)),
             writing,
             reads=reads,
             sources=stack.pop_all(),
@@ -164,7 +164,7 @@ def _describe(
         elif isinstance(value, Checkpoint | State):
             if id(value) not in once:
                 state = value if isinstance(value, State) else tabulate_state(value, limits=limits)
-                once[id(value)] = state, lazy_tree(state)
+                once[id(value)] = state, make_lazy_tree(state)
             state, trees[model] = once[id(value)]
             notes += [f"model {model!r}: {note}" for note in state.notes]
             texts = ", ".join(sorted(without_origin(state.metadata).keys() - {"models"})[:8])
@@ -180,7 +180,7 @@ def _describe(
     described = tabulate_state(memory, limits=limits)
     if not trees:
         return replace(described, notes=()), beside, described.notes
-    inside = lazy_tree(described)
+    inside = make_lazy_tree(described)
     trees |= inside if isinstance(inside, dict) else {}
     return (
         tabulate_tree({model: trees[model] for model in models}, limits=limits),
@@ -191,7 +191,7 @@ def _describe(
 
 def _member(checkpoint: Checkpoint, limits: Limits | None) -> tuple[object, SideRecords]:
     """The raw weights and constants of the one model in a `.pt2`, and the other records that it has."""
-    models = models_in(checkpoint, lazy_tree(tabulate_state(checkpoint, limits=limits)))
+    models = models_in(checkpoint, make_lazy_tree(tabulate_state(checkpoint, limits=limits)))
     if len(models) != 1:
         problem = f"{checkpoint.path} holds the models {', '.join(models)}; extract one first (convert with model=…)"
         raise CannotHold("a model of a package is one state", [problem])
@@ -236,7 +236,7 @@ def _plan_state(
         target,
         replace(state, metadata={**state.metadata, "models": models}),
         format.name,
-        options=Options(),
+        options=LayoutOptions(),
     )
 
 
@@ -347,7 +347,7 @@ def share_files(state: State) -> State:
         )
         return replace(tensor, chunks=chunks, source=source)
 
-    return with_table(state, make_lazy_table(table.names, [*map(moved, tensors)]))
+    return replace_table(state, make_lazy_table(table.names, [*map(moved, tensors)]))
 
 
 @validate_arguments
@@ -378,7 +378,7 @@ def plan_replacement(
         with ExitStack() as stack:
             given = _opened(options["weights"], stack, limits)
             state = tabulate_state(given, limits=limits)
-            tree = lazy_tree(rejoin(state).state)
+            tree = make_lazy_tree(rejoin(state).state)
             states = _states(
                 tree,
                 given if isinstance(given, Checkpoint) else None,
@@ -386,7 +386,7 @@ def plan_replacement(
                 model=options["model"],
             )
             plan = lay_out_replaced(source, states, name=archive_name(where.path))
-            report = Saved(**planned_fields(plan, where.path))
+            report = Saved(**make_report_fields(plan, where.path))
             return Planned(
                 plan,
                 report,
@@ -395,7 +395,7 @@ def plan_replacement(
                 sources=stack.pop_all(),
             )
 
-    return rewritten(src, dst, lay_out, options, directory=False, programs=True)
+    return plan_derived_checkpoint(src, dst, lay_out, options, directory=False, programs=True)
 
 
 def _opened(value: object, stack: ExitStack, limits: Limits | None) -> object:

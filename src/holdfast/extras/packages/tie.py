@@ -54,9 +54,15 @@ from holdfast.formats import format_of
 from holdfast.verbs.open import Openable
 from holdfast.verbs.open import open as open_checkpoint
 from holdfast.verbs.shared.models import plan_rewrite, weights_of
-from holdfast.verbs.shared.planned import Destination, Planned, Saved, planned_fields, rewritten
+from holdfast.verbs.shared.planned import (
+    Destination,
+    Planned,
+    Saved,
+    make_report_fields,
+    plan_derived_checkpoint,
+)
 from holdfast.verbs.shared.rejoin import rejoin
-from holdfast.verbs.shared.state import tabulate_state, with_irregular, with_table
+from holdfast.verbs.shared.state import replace_rows, replace_table, tabulate_state
 
 By = Literal["storage", "content"]
 
@@ -460,12 +466,12 @@ def plan_tie(
         plan = replace(plan, notes=(*notes, *plan.notes))
         groups = tuple(group for group in graph.groups if group.storages > 1)
         report = Tied(
-            **planned_fields(plan, where.path), source=source.path, groups=groups, storage_nbytes=graph.nbytes,
+            **make_report_fields(plan, where.path), source=source.path, groups=groups, storage_nbytes=graph.nbytes,
             savable_nbytes=graph.savable_nbytes,
         )  # fmt: skip
         return Planned(plan, report, where.writing, reads=described.tensors.stores)
 
-    return rewritten(src, dst, lay_out, options, programs=True)
+    return plan_derived_checkpoint(src, dst, lay_out, options, programs=True)
 
 
 def _weights(opened: Checkpoint, state: State) -> Collection[str] | None:
@@ -501,7 +507,7 @@ def tie_state(
     for copies in sorted(classes):
         tying.add(found.rows_of(copies))
     return (
-        with_table(state, tying.table()) if classes else state,
+        replace_table(state, tying.table()) if classes else state,
         graph,
         (*rejoined.notes, *unread, *tying.notes),
     )
@@ -590,4 +596,4 @@ class _Tying:
         for row, storage in self._storage.items():
             if storage in shared_storages:
                 moved.setdefault(row, table.lazy_tensor(row))
-        return with_irregular(table, moved)
+        return replace_rows(table, moved)

@@ -34,8 +34,8 @@ from holdfast.formats.torch.write import archive_name
 from holdfast.stores.paths import local_path
 from holdfast.torch import versions
 from holdfast.verbs.shared.formats import check_archive_name
-from holdfast.verbs.shared.planned import Planned, Saved, Writing, check_target, planned_fields
-from holdfast.verbs.shared.state import lazy_tree, tabulate_state
+from holdfast.verbs.shared.planned import Planned, Saved, Writing, check_target, make_report_fields
+from holdfast.verbs.shared.state import make_lazy_tree, tabulate_state
 
 PROTOCOL = 2
 """The protocol of pickles in the archive: torch's `DEFAULT_PICKLE_PROTOCOL`."""
@@ -104,7 +104,7 @@ def package_program(
         for name, text in (extra_files or {}).items()
     }
     plan = lay_out_pt2(parts, name=archive_name(target), extra=extra, trim=trim)
-    return Planned(plan, Saved(**planned_fields(plan, target)), writing).carry_out(progress)
+    return Planned(plan, Saved(**make_report_fields(plan, target)), writing).carry_out(progress)
 
 
 def _parts(
@@ -138,7 +138,7 @@ def _parts(
         ]
         for model, parts in values.items()
     }
-    tree = lazy_tree(tabulate_state(raw))
+    tree = make_lazy_tree(tabulate_state(raw))
     assert isinstance(tree, dict)
     packaged: dict[str, ModelWeights] = {}
     for model, program in programs.items():

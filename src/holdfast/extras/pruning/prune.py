@@ -65,15 +65,15 @@ from holdfast.extras.pruning.select import (
 )
 from holdfast.numeric.threshold import common_order, pruned_count
 from holdfast.verbs.open import Openable
-from holdfast.verbs.shared.formats import Options, format_for, plan_save
+from holdfast.verbs.shared.formats import LayoutOptions, plan_save, resolve_format
 from holdfast.verbs.shared.planned import (
     Destination,
     Planned,
     Saved,
-    planned_fields,
-    rewritten,
+    make_report_fields,
+    plan_derived_checkpoint,
 )
-from holdfast.verbs.shared.state import flat_state, tabulate_state, with_irregular, with_table
+from holdfast.verbs.shared.state import make_flat_state, replace_rows, replace_table, tabulate_state
 
 MASKS, MASKS_FILE = "holdfast.masks", "masks.safetensors"
 """The metadata of a file of masks (JSON, from the name of each tensor to its shape and rule), and the name of that file."""
@@ -160,7 +160,7 @@ def plan_prune(
         state = tabulate_state(source, limits=asked["limits"])
         notes: list[str] = []
         jobs = _jobs(source, state, rules, masks=masks, notes=notes)
-        chosen = "safetensors" if masks == "only" else format_for(target, where.format, options)
+        chosen = "safetensors" if masks == "only" else resolve_format(target, where.format, options)
         if masks != "only":
             # The state is laid out now: a target that cannot hold it is refused before anything is read.
             directory = plan_save(target, state, chosen, options=options).directory
@@ -183,7 +183,7 @@ def plan_prune(
             if masks == "only"
             else None
         )
-        report = Pruned(**planned_fields(plan, target), source=source.path, masks=beside)
+        report = Pruned(**make_report_fields(plan, target), source=source.path, masks=beside)
 
         def finish(report: Pruned, progress: Progress | None) -> Pruned:
             return pruning.report(report, where.writing.reading_threads, progress)
@@ -199,7 +199,7 @@ def plan_prune(
         )
 
     directory = False if masks == "only" else None
-    return rewritten(src, dst, lay_out, asked, elsewhere=True, directory=directory)
+    return plan_derived_checkpoint(src, dst, lay_out, asked, elsewhere=True, directory=directory)
 
 
 def _jobs(
@@ -254,7 +254,7 @@ class Pruning:
     """The tensors that are pruned: `measure` finds the masks, `plan` lays out what they leave, `report` gives the losses."""
 
     def __init__(
-        self, state: State, jobs: list[Job], masks: str | None, *, options: Options
+        self, state: State, jobs: list[Job], masks: str | None, *, options: LayoutOptions
     ) -> None:
         self._state, self._jobs, self._masks, self._options = state, jobs, masks, options
 
@@ -357,7 +357,7 @@ class Pruning:
         """All that is written: weights, masks, or both in one directory."""
         masked = Masked()
         if self._masks == "only":
-            return plan_save(target, self._bits(masked), format, options=Options())
+            return plan_save(target, self._bits(masked), format, options=LayoutOptions())
         plan = plan_save(
             target,
             self._pruned(masked),
@@ -366,7 +366,9 @@ class Pruning:
         )
         if self._masks is None:
             return plan
-        (bits,) = plan_save(target, self._bits(masked), "safetensors", options=Options()).files
+        (bits,) = plan_save(
+            target, self._bits(masked), "safetensors", options=LayoutOptions()
+        ).files
         return replace(plan, files=(*plan.files, replace(bits, key=MASKS_FILE)))
 
     def _pruned(self, masked: Masked) -> State:
@@ -377,7 +379,7 @@ class Pruning:
                 row = table.row_indices[name]
                 traits = replace(table.row_kind(row).traits, conj=False, neg=False, alias=None)
                 made[row] = replace(new, name=name, traits=traits)
-        return with_table(self._state, with_irregular(table, made))
+        return replace_table(self._state, replace_rows(table, made))
 
     def _bits(self, masked: Masked) -> State:
         notes: dict[str, object] = {}
@@ -389,6 +391,6 @@ class Pruning:
                     f"{name}.mask", job.tensor, job.mask, tally=tally
                 )
                 notes[name] = {"shape": list(job.tensor.shape), "rule": job.rule.text}
-        return flat_state(
+        return make_flat_state(
             make_lazy_table([*tensors], [*tensors.values()]), {MASKS: json.dumps(notes)}
         )

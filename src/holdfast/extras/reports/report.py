@@ -62,7 +62,7 @@ from holdfast.extras.reports.structure import (
 )
 from holdfast.stores.paths import local_path
 from holdfast.verbs.nonfinite import describe_nonfinite
-from holdfast.verbs.open import Openable, compare_opened, opened
+from holdfast.verbs.open import Openable, check_ranks_opened_same, opened_checkpoint
 from holdfast.verbs.stats import measure as measure_stats
 
 if TYPE_CHECKING:
@@ -223,22 +223,25 @@ def prepared(
         if other is not None:
             both = ((src, asked.map), (other, None))
             first, second = (
-                stack.enter_context(opened(one, limits=asked.limits, map=map)) for one, map in both
+                stack.enter_context(opened_checkpoint(one, limits=asked.limits, map=map))
+                for one, map in both
             )
-            compare_opened(asked.ranks, first, second)
+            check_ranks_opened_same(asked.ranks, first, second)
             yield _difference(_Looked(src, first, asked), _Looked(other, second, asked))
             return
         history = find_hook("run_history")
         table = history.run_at(src) if history.is_run(src) else None
         if table is None:
             try:
-                checkpoint = stack.enter_context(opened(src, limits=asked.limits, map=asked.map))
+                checkpoint = stack.enter_context(
+                    opened_checkpoint(src, limits=asked.limits, map=asked.map)
+                )
             except UnknownFormat:
                 table = history.run_at(src)
                 if table is None:
                     raise
             else:
-                compare_opened(asked.ranks, checkpoint)
+                check_ranks_opened_same(asked.ranks, checkpoint)
                 yield _checkpoint(_Looked(src, checkpoint, asked))
                 return
         yield _run(table, asked, stack)
@@ -452,7 +455,7 @@ def _run(table: RunTable, asked: ReportRequest, stack: ExitStack) -> Prepared:
     looked = None
     if newest is not None:
         checkpoint = stack.enter_context(newest.open())
-        compare_opened(asked.ranks, checkpoint)
+        check_ranks_opened_same(asked.ranks, checkpoint)
         looked = _Looked(newest.path, checkpoint, asked)
     tensors = [] if looked is None else list(looked.found.tensors.values())
     sick: list[int] = []
@@ -491,7 +494,7 @@ def _run(table: RunTable, asked: ReportRequest, stack: ExitStack) -> Prepared:
 
     def norm_of(step: Step) -> float | None:
         with step.open() as checkpoint:
-            compare_opened(asked.ranks, checkpoint)
+            check_ranks_opened_same(asked.ranks, checkpoint)
             rows = measure_stats(
                 checkpoint.values(), bins=0, threads=asked.workers, ranks=asked.ranks
             )

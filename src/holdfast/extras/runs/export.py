@@ -45,7 +45,7 @@ from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
 from holdfast.verbs.convert import convert
 from holdfast.verbs.seals.document import SEAL
-from holdfast.verbs.shared.formats import Options, format_for, written_suffixes
+from holdfast.verbs.shared.formats import LayoutOptions, map_suffixes_to_formats, resolve_format
 
 TARGET = re.compile(r"step-[0-9]+(\.\w+)?", re.ASCII)
 """The name of an exported step, if it ends with the suffix of a format."""
@@ -72,11 +72,11 @@ class Export:
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", place_at(place_of(self.path)).absolute)
         object.__setattr__(self, "every", parse_count(self.every, "every="))
-        format_for("model/", self.format, Options())
+        resolve_format("model/", self.format, LayoutOptions())
 
     def target(self, step: int) -> str:
         """The path of an exported step. Safetensors are a folder, as other programs look for it."""
-        format = format_of(format_for("model/", self.format, Options()))
+        format = format_of(resolve_format("model/", self.format, LayoutOptions()))
         suffix = "" if format.folder else format.suffixes[0]
         return place_at(place_of(self.path)).below(step_name(step) + suffix, folder=format.folder)
 
@@ -217,7 +217,7 @@ def misplaced(folder: str, run: str) -> str | None:
         found = TARGET.fullmatch(name)
         if (
             found
-            and found[1] in (None, *written_suffixes())
+            and found[1] in (None, *map_suffixes_to_formats())
             and place_at(place_at(around).parent).is_same(place_at(folder))
         ):
             return f"an export would have the name {name}, which is that of the run's own directory, or of one around it"

@@ -33,7 +33,7 @@ from holdfast.core.tree import (
 from holdfast.core.value import Value
 from holdfast.engine.checksums import check_before_reading
 from holdfast.errors import Corrupted, DoesNotFit, FormatError, HoldfastError, Unsupported
-from holdfast.verbs.shared.state import Stateful, is_stateful, plainly_named
+from holdfast.verbs.shared.state import Stateful, is_stateful, unwrap_module
 
 
 class Fit(Struct):
@@ -140,7 +140,7 @@ def _fitted(into: object, found: object, way: LinkedPath, fit: Fit) -> Unrolled[
         _request(into, found, way, fit)
         return into
     if is_stateful(into):
-        keeps = plainly_named(cast(Stateful, into))
+        keeps = unwrap_module(cast(Stateful, into))
         own = keeps.state_dict()
         return HeldState(into, keeps, own, (yield _fitted(own, found, way, fit)))
     if hasattr(into, "__dlpack__") and not isinstance(into, np.ndarray | np.generic):

@@ -70,7 +70,7 @@ from holdfast.verbs.save import plan_saving
 from holdfast.verbs.seals.document import Stamp
 from holdfast.verbs.seals.document import stamp as stamp_now
 from holdfast.verbs.shared.base import NoBase
-from holdfast.verbs.shared.formats import Options
+from holdfast.verbs.shared.formats import LayoutOptions
 from holdfast.verbs.shared.planned import Planned, Saved, Writing
 
 if TYPE_CHECKING:
@@ -319,7 +319,9 @@ class Run(RunView):
         with self._turn:
             began = time.perf_counter()
             self._settle()
-            options = Options(None if max_shard_size is None else parse_nbytes(max_shard_size))
+            options = LayoutOptions(
+                None if max_shard_size is None else parse_nbytes(max_shard_size)
+            )
 
             def write(base: str | None) -> Step:
                 with gc_paused():

@@ -28,7 +28,7 @@ from torch.futures import Future
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
-from holdfast.core.protocols import Source, Store
+from holdfast.core.protocols import Source
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tiling import is_shape_tiled
 from holdfast.core.tree import rebuild
@@ -65,7 +65,7 @@ from holdfast.torch.tensors.from_lazy import tensor_from_composite, tensor_from_
 from holdfast.torch.tensors.scratch import Fill
 from holdfast.torch.tensors.tree import DEEPEST, torch_tree, unbuilt
 from holdfast.verbs.open import open as open_checkpoint
-from holdfast.verbs.open import steady
+from holdfast.verbs.open import open_with_retries
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint._extension import (
@@ -89,15 +89,15 @@ def open_stored(
     """Open a checkpoint. `rank` counts where ranks saved each for itself."""
     limits = limits or Limits()
 
-    def look(store: Store) -> Directory | None:
-        source = OpenSource(store, limits=limits, threads=threads, mapped=False, verify=verify)
+    def describe(source: OpenSource) -> Directory | None:
+        store = source.store
         with error_context(file=store.name), store.reading():
             if detect(source).index == METADATA:
                 return Directory(source, rank, extensions)
         store.close()
         return None
 
-    found = steady(path, limits, look)
+    found = open_with_retries(path, describe, limits=limits, threads=threads, verify=verify)
     return found or Tree(open_checkpoint(path, verify=verify, threads=threads, limits=limits))
 
 

@@ -52,7 +52,7 @@ from holdfast.torch import versions
 from holdfast.torch.ranks.dcp import pickled_index
 from holdfast.torch.serialization.saving import save
 from holdfast.verbs.seals.document import SEAL
-from holdfast.verbs.shared.formats import is_part
+from holdfast.verbs.shared.formats import is_checkpoint_file
 from holdfast.verbs.shared.state import tabulate_state
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class Writer(CheckpointPlace, StorageWriter):
             ]
         self.close()
         found = self._found()
-        kept = {name for name in found or () if not is_part(name)}
+        kept = {name for name in found or () if not is_checkpoint_file(name)}
         if not self.overwrite and kept != set(found or ()):
             raise NotCommitted(EXISTS, file=self.path, errno=errno.EEXIST)
         self._target = target = open_together(
@@ -147,7 +147,7 @@ class Writer(CheckpointPlace, StorageWriter):
             format_of("dcp"),
             durable=self.durable,
             overwrite=self.overwrite or found is not None,
-            replaceable=lambda name: name in kept or (self.overwrite and is_part(name)),
+            replaceable=lambda name: name in kept or (self.overwrite and is_checkpoint_file(name)),
         )
         for name in sorted(kept):
             target.link_existing(name, os.path.join(os.path.realpath(self.path), name))

@@ -60,7 +60,7 @@ from holdfast.torch.tensors.fill import Progress, fill
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.open import TorchCheckpoint
 from holdfast.torch.tensors.tree import dict_under, lazy_tensors, opaque_inside, torch_tree
-from holdfast.verbs.open import Openable, opened, seen_through
+from holdfast.verbs.open import Openable, apply_map, opened_checkpoint
 
 if TYPE_CHECKING:
     from holdfast.extras.maps.find import AnyMap
@@ -148,7 +148,7 @@ def load_into(
     )
     if isinstance(path, TorchCheckpoint):
         path = path.lazy
-    with opened(path, verify=verify, threads=threads) as checkpoint:
+    with opened_checkpoint(path, verify=verify, threads=threads) as checkpoint:
         state = (
             module_or_state.state_dict
             if isinstance(module_or_state, nn.Module)
@@ -156,7 +156,7 @@ def load_into(
         )
         load = Load(
             module_or_state,
-            seen_through(checkpoint, map, state),
+            apply_map(checkpoint, map, state),
             prefix,
             choice=choice,
             max_host_memory=max_host_memory,

@@ -6,7 +6,7 @@
    how many and along which axis, does not matter: a box is a box.
 3. Whether that went well is shared as well: all ranks return, or all raise the same error.
 
-One checkpoint (`checkpoint_mark`). Each rank opens the path by itself, and another save may come between two of them: one half of a
+One checkpoint (`hash_checkpoint`). Each rank opens the path by itself, and another save may come between two of them: one half of a
 model would be of one step, the other half of the next. So each rank's message has a hash of what it has opened.
 
 Replicas (`replicas`). What several ranks want alike is read by one of them, and handed on when all have read. On one machine the
@@ -69,8 +69,8 @@ from holdfast.torch.ranks.replicas import (
 )
 from holdfast.torch.ranks.wanted import Matching, PerRank, Wanted
 from holdfast.torch.tensors.fill import NO_ARRAY, fill
-from holdfast.verbs.open import checkpoint_mark, open_for_verb, seen_through
-from holdfast.verbs.shared.state import Stateful, state_and_path
+from holdfast.verbs.open import apply_map, hash_checkpoint, open_for_verb
+from holdfast.verbs.shared.state import Stateful, order_state_and_path
 
 if TYPE_CHECKING:
     from holdfast.extras.maps.find import AnyMap
@@ -176,7 +176,7 @@ def load_sharded(
     `holdfast.open`; "auto" finds it by the names of both.
     A damaged file is found while it is read: the error says that tensors have been written to by then.
     """
-    state, path = state_and_path(state, path)
+    state, path = order_state_and_path(state, path)
     request = ShardedLoad(
         place_of(path, store), state, group, strict, per_rank, cast, threads, deadline, prefix, verify, replicated, progress,
         max_host_memory, map=map,
@@ -280,7 +280,7 @@ def _match_alone(request: ShardedLoad, ranks: Ranks, held: ExitStack) -> tuple[N
         held.callback(checkpoint.close)
         if request.map is not None:
             names_in_state = partial(_names_in, request.state)
-            checkpoint = seen_through(checkpoint, request.map, names_in_state)
+            checkpoint = apply_map(checkpoint, request.map, names_in_state)
     with gc_paused():
         names = Names(checkpoint, request.prefix)
         matching = Matching(
@@ -312,7 +312,7 @@ def _agree(
                 most = max(total_nbytes // (PARTS * ranks.size), PART_NBYTES)
                 pieces, offers = offer(wanted.fills, wanted.keys, request.group, most)
             message = RankMatch(
-                opened=checkpoint_mark(names.checkpoint),
+                opened=hash_checkpoint(names.checkpoint),
                 checkpoint=hashlib.blake2b(encode_message(names.offered), digest_size=16).digest(),
                 used=_bits(names),
                 fits=not wanted.mismatched and not (request.strict and wanted.missing),

@@ -25,7 +25,7 @@ from holdfast.torch.ranks.group import ranks_of
 from holdfast.torch.ranks.saving import SavedShards, SaveRequest, ShardedSave
 from holdfast.torch.ranks.staging import Staged, Versions, stage, versions
 from holdfast.verbs.shared.base import check_shares
-from holdfast.verbs.shared.state import Stateful, state_and_path, state_dicts
+from holdfast.verbs.shared.state import Stateful, order_state_and_path, replace_stateful
 
 FORMATS = make_choice_check(*titles(rank_formats()))
 
@@ -93,7 +93,7 @@ def async_save_sharded(
 def _request(
     state: Stateful | Mapping[str, object], path: str | os.PathLike[str], options: ShardedOptions
 ) -> tuple[Stateful | Mapping[str, object], SaveRequest]:
-    state, path = state_and_path(state, path)
+    state, path = order_state_and_path(state, path)
     base = options["base"]
     given = {**options, "base": None if base is None else place_at(place_of(base)).absolute}
     return state, pick_fields(SaveRequest, given, path=place_of(path, options["store"]))
@@ -113,7 +113,7 @@ def save_requested(
 
     def take_state() -> object:
         course.take_turn(when_busy, request.path)
-        return state_dicts(state)
+        return replace_stateful(state)
 
     try:
         save.describe(take_state)
@@ -139,7 +139,7 @@ def begin_requested(
 
     def take_state() -> object:
         course.take_turn(when_busy, request.path)
-        usual_state = state_dicts(state)
+        usual_state = replace_stateful(state)
         before.append(versions(usual_state))
         return usual_state
 

@@ -60,7 +60,7 @@ from holdfast.torch.tensors.fill import NO_FILLS, Fills, is_dense
 from holdfast.torch.tensors.from_lazy import tensor_from_array, torch_dtype
 from holdfast.torch.tensors.to_lazy import memory_of
 from holdfast.torch.tensors.tree import ABSENT, find_value, torch_tree, unbuilt
-from holdfast.verbs.shared.state import Stateful, is_stateful, stateful_keys
+from holdfast.verbs.shared.state import Stateful, is_stateful, list_stateful_keys
 
 PerRank = Literal["own", "keep"]
 
@@ -194,7 +194,7 @@ class Matching:
             for key in inner:
                 is_name = isinstance(key, str | int) and not isinstance(key, bool)
                 steps[key] = key if is_name else repr(key)[:64]
-            objects = dict.fromkeys(stateful_keys(others))
+            objects = dict.fromkeys(list_stateful_keys(others))
             for key in objects:
                 yield self._walk(inner[key], (*at, steps[key]), found=found)
             under = join_path((*at, "")) if len(others) < len(inner) else ""

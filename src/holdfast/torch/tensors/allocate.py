@@ -47,7 +47,7 @@ from holdfast.torch.tensors.from_lazy import BYTES, tensor_from_array, torch_dty
 from holdfast.torch.tensors.scratch import Fill
 from holdfast.torch.tensors.tree import lazy_tensors
 from holdfast.verbs.shared.rejoin import rejoin
-from holdfast.verbs.shared.state import flat_state, with_irregular
+from holdfast.verbs.shared.state import make_flat_state, replace_rows
 
 
 class Want(Value, frozen=True):
@@ -437,9 +437,11 @@ def _rejoined(table: Table, notes: list[str]) -> Table:
     rows = [row for _, members in groups for row in members if table.kind_indices[row] in aliased]
     if not rows:
         return table
-    rejoined = rejoin(flat_state(table.select(rows), {}), table.lazy_tensor(rows[0]).source.limits)
+    rejoined = rejoin(
+        make_flat_state(table.select(rows), {}), table.lazy_tensor(rows[0]).source.limits
+    )
     notes += [note.replace("written apart", "read apart") for note in rejoined.notes]
-    return with_irregular(table, dict(zip(rows, rejoined.state.tensors.values(), strict=True)))
+    return replace_rows(table, dict(zip(rows, rejoined.state.tensors.values(), strict=True)))
 
 
 def _viewable(tensor: LazyTensor) -> bool:

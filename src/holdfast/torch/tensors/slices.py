@@ -23,7 +23,7 @@ from holdfast.engine.threads import BackgroundCall
 from holdfast.torch.tensors.allocate import read_tensors
 from holdfast.torch.tensors.fill import batches
 from holdfast.torch.tensors.from_lazy import tensor_from_lazy, torch_dtype
-from holdfast.verbs.open import Openable, checkpoint_mark
+from holdfast.verbs.open import Openable, hash_checkpoint
 from holdfast.verbs.open import open as open_checkpoint
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Slices(Mapping[str, Slice]):
             return nullcontext(lambda batch: (partial(read_tensors, batch), operator.call))
         from holdfast.torch.ranks.replicas import sharing
 
-        mark = checkpoint_mark(self._checkpoint)
+        mark = hash_checkpoint(self._checkpoint)
         return sharing(self._group, mark, names, doing=self._doing, deadline=self._deadline)
 
     def close(self) -> None:

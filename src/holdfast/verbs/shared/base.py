@@ -37,7 +37,7 @@ from holdfast.formats.native.schema import Parsed
 from holdfast.formats.safetensors.schema import MANIFEST, PREFIX_NBYTES
 from holdfast.stores.place import follow_link, place_at
 from holdfast.stores.remote.url import Url
-from holdfast.verbs.open import store_of
+from holdfast.verbs.open import open_store
 
 SOME_DATA = "data-0000000000000000-00001-of-00001.safetensors"
 """A name that a data object might have."""
@@ -169,7 +169,7 @@ def _open_directory(path: str, target: str, limits: Limits) -> tuple[Base, Store
         raise Unsupported("it is no directory") if os.path.lexists(path) else _nothing_at(path)
     if os.stat(folder).st_dev != os.stat(os.path.dirname(follow_link(target)) or os.curdir).st_dev:
         raise Unsupported("it is on another file system")
-    store = store_of(folder, limits)
+    store = open_store(folder, limits)
     try:
         if MANIFEST not in store.list():
             raise Unsupported("it is no native directory")

@@ -32,7 +32,7 @@ from holdfast.verbs.shared.base import OpenBase
 from holdfast.verbs.shared.rejoin import rejoin
 
 
-class Options(Value, frozen=True):
+class LayoutOptions(Value, frozen=True):
     max_shard_size: int | None = None
     """Split into files of at most this many bytes of tensors."""
     keep_tree: bool = False
@@ -49,10 +49,10 @@ class Options(Value, frozen=True):
     """native: hashes are recorded, and what did not change since this is taken over from there."""
 
 
-def suffix_of(path: str) -> str:
+def find_suffix(path: str) -> str:
     """The suffix that says the format of a path: in small letters; empty for the name of a directory.
 
-    >>> suffix_of("model.PT"), suffix_of("step-1000.5"), suffix_of("model.v2/")
+    >>> find_suffix("model.PT"), find_suffix("step-1000.5"), find_suffix("model.v2/")
     ('.pt', '', '')
     """
     says_folder = path.folder if is_parsed_url(path) else path.endswith("/")
@@ -61,7 +61,7 @@ def suffix_of(path: str) -> str:
     return "" if suffix[1:].isdigit() else suffix
 
 
-def written_suffixes() -> dict[str, str]:
+def map_suffixes_to_formats() -> dict[str, str]:
     """The format that each suffix means. An empty one is that of a name without any."""
     found: dict[str, str] = {}
     for one in written_formats():
@@ -69,21 +69,21 @@ def written_suffixes() -> dict[str, str]:
     return found
 
 
-def format_for(path: str, format: str | None, options: Options) -> str:
+def resolve_format(path: str, format: str | None, options: LayoutOptions) -> str:
     """The format to save in: what was asked for, or what the suffix says; a directory where one is there."""
-    found = format_named(path, format, options)
-    folder = folder_of(found)
+    found = resolve_named_format(path, format, options)
+    folder = find_folder_format(found)
     return folder if folder and (path.endswith("/") or place_at(path).is_folder) else found
 
 
-def format_named(path: str, format: str | None, options: Options) -> str:
+def resolve_named_format(path: str, format: str | None, options: LayoutOptions) -> str:
     """The format to save in as it was asked for, or as the suffix of a name says it."""
     if format is None:
-        suffix, known = suffix_of(path), written_suffixes()
+        suffix, known = find_suffix(path), map_suffixes_to_formats()
         if suffix not in known:
             # The suffixes of plugins may be longer, so it is split off again.
             plugin_problems = load_plugins()
-            suffix, known = suffix_of(path), written_suffixes()
+            suffix, known = find_suffix(path), map_suffixes_to_formats()
         if suffix not in known:
             hint = f"use one of {', '.join(filter(None, known))}, none for a native directory, or say format=…"
             problem = "; ".join([_explain_suffix(path, suffix), *plugin_problems])
@@ -93,12 +93,12 @@ def format_named(path: str, format: str | None, options: Options) -> str:
         found = asked.name
     else:
         raise Unsupported(explain_unwritten(format), found=format)
-    return folder_of(found) or found if options.max_shard_size is not None else found
+    return find_folder_format(found) or found if options.max_shard_size is not None else found
 
 
-def describe_one_file(path: str, format: str) -> tuple[str, ...]:
+def note_single_file(path: str, format: str) -> tuple[str, ...]:
     """Return a note if one file without a suffix is written where a folder may have been meant."""
-    if format_of(format).folder or folder_of(format) is None:
+    if format_of(format).folder or find_folder_format(format) is None:
         return ()
     return (
         "the target is one file, since its name ends neither with a suffix nor with a slash; folder=True makes it a folder",
@@ -124,7 +124,7 @@ def explain_unwritten(format: str) -> str:
     return f"there is no format {format!r}{''.join(problems)}; {hint}"
 
 
-def folder_of(format: str) -> str | None:
+def find_folder_format(format: str) -> str | None:
     """The format of a folder with several files of a format; None where there is none."""
     asked = format_of(format).choices
     return next(
@@ -132,17 +132,17 @@ def folder_of(format: str) -> str | None:
     )
 
 
-def archive_format(path: str, format: str | None) -> Format | None:
+def find_archive_format(path: str, format: str | None) -> Format | None:
     """Return the archive of programs that a format or the suffix of the path means, if it is one."""
     archives = [entry for entry in FORMATS if entry.programs]
     if format is not None:
         return chosen(format, archives)
-    return next((entry for entry in archives if suffix_of(path) in entry.suffixes), None)
+    return next((entry for entry in archives if find_suffix(path) in entry.suffixes), None)
 
 
 def check_archive_name(path: str) -> None:
     """Raise `Unsupported` where an archive of programs (`.pt2`) is to be written under a name that says another format."""
-    suffix, known = suffix_of(path), written_suffixes()
+    suffix, known = find_suffix(path), map_suffixes_to_formats()
     if suffix and suffix in known:
         message = f"a .pt2 archive is written here, and the suffix {suffix!r} says {known[suffix]}"
         raise Unsupported(
@@ -152,7 +152,7 @@ def check_archive_name(path: str) -> None:
         )
 
 
-def plan_save(path: str, state: State, format: str, *, options: Options) -> SavePlan:
+def plan_save(path: str, state: State, format: str, *, options: LayoutOptions) -> SavePlan:
     """Lay out a state. Raises `CannotHold` with every problem when the format cannot hold it."""
     entry = format_of(format)
     if not entry.written_by:
@@ -169,7 +169,7 @@ def plan_save(path: str, state: State, format: str, *, options: Options) -> Save
             problem = f"{error.message}, or write a format that keeps views (.pt)"
             raise CannotHold(f"{entry.title} stores every tensor by itself", [problem]) from None
 
-    arguments = {name: LAYOUT[name](path, options) for name in entry.takes}
+    arguments = {name: LAYOUT_ARGUMENTS[name](path, options) for name in entry.takes}
     plan = entry.lay_out(written_state, **arguments)
     file_count = len(plan.linked) + len(plan.files) + len(plan.index)
     if file_count > DEFAULTS.files:
@@ -182,9 +182,9 @@ def plan_save(path: str, state: State, format: str, *, options: Options) -> Save
     return plan
 
 
-LAYOUT: Mapping[str, Callable[[str, Options], object]] = {
+LAYOUT_ARGUMENTS: Mapping[str, Callable[[str, LayoutOptions], object]] = {
     "name": lambda path, options: archive_name(path),  # of the folder in an archive
-    "save": lambda path, options: save_name(path, options.save),
+    "save": lambda path, options: choose_save_id(path, options.save),
     "directory": lambda path, options: True,
     "max_shard_size": lambda path, options: options.max_shard_size,
     "keep_tree": lambda path, options: options.keep_tree,
@@ -196,12 +196,12 @@ LAYOUT: Mapping[str, Callable[[str, Options], object]] = {
 """Arguments that the layout of a format may take (`Format.takes`)."""
 
 
-def save_name(path: str, known: str = "") -> str:
+def choose_save_id(path: str, known: str = "") -> str:
     """The part of the names of data files that is the id of a save in an object store; empty in a directory."""
     return "" if place_at(path).on_disk else known or secrets.token_hex(8)
 
 
-def is_part(name: str) -> bool:
+def is_checkpoint_file(name: str) -> bool:
     """Whether a file in a directory belongs to a checkpoint of any format."""
     return name == SEAL or any(one.owns(name) for one in FORMATS)
 

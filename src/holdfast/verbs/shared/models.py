@@ -20,9 +20,9 @@ from holdfast.core.value import Value, replace
 from holdfast.engine.saves import SavePlan
 from holdfast.errors import CannotHold
 from holdfast.formats import format_of, load_function
-from holdfast.verbs.shared.formats import archive_format, format_for, plan_save
+from holdfast.verbs.shared.formats import find_archive_format, plan_save, resolve_format
 from holdfast.verbs.shared.planned import Destination
-from holdfast.verbs.shared.state import lazy_tree, with_tree
+from holdfast.verbs.shared.state import make_lazy_tree, replace_tree
 
 CONSTANTS, INPUTS, COMPILED = "constants", "sample_inputs", "aotinductor"
 """Keys beside the weights in the tree of a model; `#2` is added where a weight has the name."""
@@ -103,22 +103,23 @@ def select(
         if parts:
             notes.append(f"left out of model {model!r}: {', '.join(parts)}")
     if selection.model is None and (len(models) > 1 or not archive):
-        return with_tree(state, kept), tuple(notes)
+        return replace_tree(state, kept), tuple(notes)
     ((_, tree),) = kept.items()
     texts = {key: text for key, text in state.metadata.items() if key != "models"}
-    return replace(with_tree(state, tree), metadata=texts), tuple(notes)
+    return replace(replace_tree(state, tree), metadata=texts), tuple(notes)
 
 
 def plan_rewrite(source: Checkpoint, state: State, where: Destination) -> SavePlan:
     """Lay out a state that came from an open checkpoint. A package stays one, with its programs, where a `.pt2` is asked for."""
-    archive = archive_format(where.path, where.format)
+    archive = find_archive_format(where.path, where.format)
     if archive is not None:
         return cast(
-            "SavePlan", load_function(archive.rewritten_by)(source, lazy_tree(state), where.path)
+            "SavePlan",
+            load_function(archive.rewritten_by)(source, make_lazy_tree(state), where.path),
         )
     options = where.layout
     plan = plan_save(
-        where.path, state, format_for(where.path, where.format, options), options=options
+        where.path, state, resolve_format(where.path, where.format, options), options=options
     )
     left = (f"left out of model {model!r}: the program" for model in programs_of(source))
     return replace(plan, notes=(*left, *plan.notes))

@@ -1,11 +1,14 @@
-"""`Planned`: what a verb that writes is going to do, by which options (`Writing`). It is run once, and closes its sources.
+"""`Planned`: a save that a verb has laid out and not begun yet.
 
     sources → State → change → plan_save → Planned → run
 
-Every verb that writes is a function `plan_…` that gives a `Planned`, and `carry_out` of it. So all of them look for room alike,
-keep to the same budget, read back what they wrote, and publish nothing when a source changed meanwhile. Verbs that make a
-checkpoint of a checkpoint are `rewritten`: the source is opened, a target that cannot be written is refused before a tensor is
-read, and the verb lays out the new checkpoint. What a seal lists is not replaced in its own place.
+Every verb that writes is a function `plan_…` that returns a `Planned`, and a call of its
+`carry_out`. So all verbs check the free space, keep to the memory budget, read back what they wrote,
+and publish nothing if a source changed meanwhile.
+
+Verbs that make a checkpoint of another one use `plan_derived_checkpoint`. It opens the source,
+refuses a target that cannot be written before a tensor is read, and calls the verb to lay out the
+new checkpoint. A checkpoint that a seal lists is not replaced in its own place.
 """
 
 from __future__ import annotations
@@ -48,16 +51,16 @@ from holdfast.stores.files import Files, system_files
 from holdfast.stores.paths import is_parsed_url, target_place
 from holdfast.stores.place import is_same_place, place_at
 from holdfast.stores.remote.url import PART_NBYTES, UPLOAD_PARTS_AT_ONCE
-from holdfast.verbs.open import Openable, checkpoint_mark, opened
+from holdfast.verbs.open import Openable, hash_checkpoint, opened_checkpoint
 from holdfast.verbs.seals.check import refuse_sealed
 from holdfast.verbs.shared.formats import (
-    Options,
-    archive_format,
-    folder_of,
-    format_for,
-    format_named,
+    LayoutOptions,
+    find_archive_format,
+    find_folder_format,
+    find_suffix,
     is_replaceable,
-    suffix_of,
+    resolve_format,
+    resolve_named_format,
 )
 from holdfast.verbs.shared.read_back import check_plan_opens
 from holdfast.verbs.shared.side_files import (
@@ -179,7 +182,7 @@ class PlannedFields(TypedDict):
     shared_nbytes: int
 
 
-def planned_fields(plan: SavePlan, target: str) -> PlannedFields:
+def make_report_fields(plan: SavePlan, target: str) -> PlannedFields:
     """The fields of a result that a plan knows."""
     name = os.path.basename(target.rstrip("/"))
     linked = [(file.key, file.nbytes) for file in plan.linked]
@@ -251,7 +254,7 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
                 report = _await_room(report)
 
             def before_commit() -> None:
-                unchanged(self.reads, path)
+                check_sources_unchanged(self.reads, path)
                 if replaced_stores:
                     check_in_place(replaced_stores, path)
                 if self.sure is not None:
@@ -314,7 +317,7 @@ class Destination(Value, frozen=True):
     format: str | None
     """The format that was asked for, or that of the source which is replaced; None for the one of the suffix."""
     writing: Writing
-    layout: Options
+    layout: LayoutOptions
     """The options of the layout, with what the place needs of it."""
 
 
@@ -333,7 +336,7 @@ def begin_ranks(
     return ranks, {"save": save.decode(), "processes": ranks.count_local_ranks()}
 
 
-def rewritten(
+def plan_derived_checkpoint(
     src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, lay_out: Callable[[Checkpoint, Destination], Planned[R]],
     asked: Mapping[str, Any], *, elsewhere: bool = False, directory: bool | None = None, programs: bool = False,
 ) -> Planned[R]:  # fmt: skip
@@ -352,13 +355,15 @@ def rewritten(
     copy_config = True if copy_config is None else copy_config
     folder = bool(asked.get("folder"))
     # A checkpoint that is made of another keeps its tree by default.
-    layout = pick_fields(Options, {"keep_tree": True, **asked})
+    layout = pick_fields(LayoutOptions, {"keep_tree": True, **asked})
     with ExitStack() as stack:
         ranks, common = ALONE, dict[str, Any]()
         if asked.get("group") is not None:
             ranks, common = begin_ranks(asked, dst, stack)
         # Blocks are read by the threads that write them.
-        source = stack.enter_context(opened(src, threads=1, limits=limits, map=asked.get("map")))
+        source = stack.enter_context(
+            opened_checkpoint(src, threads=1, limits=limits, map=asked.get("map"))
+        )
         if not isinstance(src, Checkpoint):
             source.drop_lazy_tensors()
         writing = pick_fields(
@@ -375,13 +380,13 @@ def rewritten(
             problem = f"the target {where.path!r} is the source; write beside it"
             raise CannotHold("the target is read while it is written", [problem], file=where.path)
         if directory is None:
-            archive = programs and archive_format(where.path, where.format) is not None
-            if not archive and not suffix_of(where.path):
+            archive = programs and find_archive_format(where.path, where.format) is not None
+            if not archive and not find_suffix(where.path):
                 where = replace(
                     where, format=_model_format(source, where, copy_config) or where.format
                 )
             directory = (
-                not archive and format_of(format_for(where.path, where.format, layout)).folder
+                not archive and format_of(resolve_format(where.path, where.format, layout)).folder
             )
         check_target(where.path, directory=directory, writing=where.writing)
         is_in_place = is_same_place(where.path, source.path)
@@ -413,7 +418,7 @@ def rewritten(
             reads = dict.fromkeys((*planned.reads, source.source.store))
             planned = replace(planned, reads=tuple(reads))
         return replace(
-            planned, sources=stack.pop_all(), ranks=ranks, mark=partial(checkpoint_mark, source)
+            planned, sources=stack.pop_all(), ranks=ranks, mark=partial(hash_checkpoint, source)
         )
 
 
@@ -434,13 +439,13 @@ def _model_format(source: Checkpoint, where: Destination, copy_config: CopyConfi
     """The format that others expect where the target has no suffix: of a layout, or of a Hugging Face folder."""
     options = where.layout
     if where.format is None and source.usual_format:
-        return folder_of(format_named(where.path, source.usual_format, options))
+        return find_folder_format(resolve_named_format(where.path, source.usual_format, options))
     if not is_model(source, copy_config):
         return None
     if where.format is not None:
-        return folder_of(format_named(where.path, where.format, options))
+        return find_folder_format(resolve_named_format(where.path, where.format, options))
     # A native directory with a config beside it stays one, unless it is told otherwise.
-    stays = source.format == format_named(where.path, None, options) and isinstance(
+    stays = source.format == resolve_named_format(where.path, None, options) and isinstance(
         copy_config, bool
     )
     models = (one.name for one in written_formats() if one.weights_by and one.folder)
@@ -474,7 +479,7 @@ def _destination(
     in_place: bool,
     format: str | None,
     writing: Writing,
-    layout: Options,
+    layout: LayoutOptions,
     programs: bool,
     folder: bool,
 ) -> Destination:
@@ -515,7 +520,7 @@ def _destination(
     )
 
 
-def unchanged(stores: Iterable[Store], target: str) -> None:
+def check_sources_unchanged(stores: Iterable[Store], target: str) -> None:
     """Raise `NotCommitted` where a file of these stores was written to since it was opened."""
     for store in stores:
         changed = store.find_changed()

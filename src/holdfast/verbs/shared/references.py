@@ -137,7 +137,7 @@ class References:
 
 
 SAVED = re.compile(r"-[0-9a-f]{16}(?:-\d{5}-of-\d{5}(?:-\d{5})?\.safetensors|\.distcp)\Z")
-"""The end of the name of a data object that a save has made up (`formats.save_name`)."""
+"""The end of the name of a data object that a save has made up (`formats.choose_save_id`)."""
 
 
 def is_checkpoint(name: str) -> bool:

@@ -34,7 +34,7 @@ from holdfast.core.value import Value, replace
 from holdfast.engine.computed import SourcedStore
 from holdfast.errors import Unsupported
 from holdfast.stores.virtual import VirtualFile, tensor_stamp
-from holdfast.verbs.shared.state import with_irregular, with_table
+from holdfast.verbs.shared.state import replace_rows, replace_table
 
 BLOCK_NBYTES = 4 << 20
 """Bytes of a storage that `agrees` looks at together, and of a box that is read at once."""
@@ -222,7 +222,7 @@ def rejoin(state: State, limits: Limits | None = None) -> Rejoined:
             row: _viewed(one, made if isinstance(made, Storage) else None, assembled)
             for row, one in members.items()
         }
-    return Rejoined(with_table(state, with_irregular(table, viewed)), tuple(notes))
+    return Rejoined(replace_table(state, replace_rows(table, viewed)), tuple(notes))
 
 
 def _viewed(tensor: LazyTensor, storage: Storage | None, assembled: Assembled) -> LazyTensor:

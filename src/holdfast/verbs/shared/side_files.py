@@ -43,10 +43,10 @@ from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import is_same_place, place_at
-from holdfast.verbs.open import store_of
+from holdfast.verbs.open import open_store
 from holdfast.verbs.seals.document import SEAL
 from holdfast.verbs.seals.document import SUFFIX as SEAL_SUFFIX
-from holdfast.verbs.shared.formats import is_part, is_replaceable
+from holdfast.verbs.shared.formats import is_checkpoint_file, is_replaceable
 from holdfast.verbs.shared.state import tabulate_tree
 
 CONFIG, TORCH_STEM = "config.json", "pytorch_model"
@@ -249,7 +249,10 @@ def find_side_files(
     others = (
         name
         for name in own
-        if not is_part(name) and name not in taken and name not in used and name[0] != "."
+        if not is_checkpoint_file(name)
+        and name not in taken
+        and name not in used
+        and name[0] != "."
     )
     left = sorted({name.partition("/")[0] for name in others if not name.endswith(INDEX)})
     if left:
@@ -332,7 +335,7 @@ def _from_folder(
     if place_at(path).on_disk and not os.path.isdir(path):
         raise absent
     try:
-        store = store_of(path, within)
+        store = open_store(path, within)
     except StoreError as error:
         raise absent if error.errno == errno.ENOENT else error from None
     stack.callback(store.close)

@@ -76,12 +76,14 @@ def tabulate_state(
     Of a checkpoint with `non_model_keys`, the model is described; `whole` takes it all.
     """
     if not isinstance(state, Checkpoint):
-        return tabulate_tree(state_dicts(state), metadata=metadata, limits=limits, arrays="tensors")
+        return tabulate_tree(
+            replace_stateful(state), metadata=metadata, limits=limits, arrays="tensors"
+        )
     # What a torch file says about itself (its version, its byte order) is true of that file only.
     texts = {**(state.metadata if format_of(state.format).metadata else {}), **(metadata or {})}
     if state.is_flat:
-        return flat_state(mark_uncopyable_rows(state.stored), texts)
-    tree, left = model_of(state, whole=whole)
+        return make_flat_state(mark_uncopyable_rows(state.stored), texts)
+    tree, left = select_model(state, whole=whole)
     made = tabulate_tree(tree, metadata=texts, limits=limits)
     return replace(made, notes=(*left, *made.notes))
 
@@ -104,14 +106,14 @@ def tabulate_tree(
     table = describing.tabulate(leaves)
     if leaves.problems:
         leaves.raise_problems()
-    leaves.has_traits = are_marked(table)
+    leaves.has_traits = has_marked_tensors(table)
     notes: tuple[str, ...] = ()
     if "torch" in sys.modules and (describing.others or leaves.converted_leaves):
         notes = _unkept_notes(leaves, table, describing.others)
     return State(tree, table, leaves, dict(metadata or {}), notes)
 
 
-def model_of(checkpoint: Checkpoint, *, whole: bool) -> tuple[object, tuple[str, ...]]:
+def select_model(checkpoint: Checkpoint, *, whole: bool) -> tuple[object, tuple[str, ...]]:
     """The tree of a checkpoint without what stands beside its model, unless `whole` takes it all; and a note about that."""
     beside, tree = () if whole else checkpoint.non_model_keys, checkpoint.tree
     if not beside or not isinstance(tree, dict):
@@ -383,7 +385,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: object, /) -> object: ...
 
 
-def state_and_path(
+def order_state_and_path(
     state: object, path: object
 ) -> tuple[Stateful | Mapping[str, object], str | os.PathLike[str]]:
     """The state and the path, whichever was given first (`order_content_and_path`)."""
@@ -398,19 +400,19 @@ def is_stateful(value: object) -> bool:
     return all(_has(value, name) for name in ("state_dict", "load_state_dict"))
 
 
-def plainly_named(value: Stateful) -> Stateful:
+def unwrap_module(value: Stateful) -> Stateful:
     """The object; for a module that DDP or `torch.compile` wraps, one that names its state as the module inside does."""
     if "torch" not in sys.modules:
         return value
     return cast("Stateful", find_hook("plainly_named")(value))
 
 
-def stateful_keys(mapping: Mapping[object, object]) -> list[object]:
+def list_stateful_keys(mapping: Mapping[object, object]) -> list[object]:
     """The keys of the objects with a state, in an order that is the same on all ranks: their methods may talk to each other."""
     return sorted((key for key, value in mapping.items() if is_stateful(value)), key=str)
 
 
-def state_dicts(state: object) -> object:
+def replace_stateful(state: object) -> object:
     """The state in usual containers, with a state dict in the place of every object that has one.
 
     What holds none stays the very same object. A mapping of another class becomes a dict, and so does a class that is made of one;
@@ -423,7 +425,7 @@ def state_dicts(state: object) -> object:
     seen: set[int] = set()
     while not (types := {*map(type, level)}) <= plain_types:
         if not plain_types.issuperset(types - CONTAINERS):
-            taking = Taking(plain_types)
+            taking = StateDictWalk(plain_types)
             return rebuild(
                 state,
                 lambda value, _: value,
@@ -448,7 +450,7 @@ def _has(value: object, name: str) -> bool:
     return name in getattr(value, "__dict__", ()) and callable(getattr(value, name))
 
 
-class Taking:
+class StateDictWalk:
     """Replaces objects by their state dicts, on one walk through a state."""
 
     def __init__(self, plain_types: frozenset[type]) -> None:
@@ -463,10 +465,10 @@ class Taking:
         if is_stateful(value):
             self._stateful.add(id(value))
             # Called when it is entered: what contains itself is not called again.
-            return ((None, plainly_named(cast(Stateful, one)).state_dict()) for one in (value,))
+            return ((None, unwrap_module(cast(Stateful, one)).state_dict()) for one in (value,))
         if type(value) in USUAL_TYPES and self._leaves.issuperset(map(type, get_values(value))):
             return None
-        if isinstance(value, Mapping) and (first := stateful_keys(value)):
+        if isinstance(value, Mapping) and (first := list_stateful_keys(value)):
             self._keys[id(value)] = keys = [*dict.fromkeys(chain(first, value))]
             return ((key, value[key]) for key in keys)
         return (
@@ -493,22 +495,22 @@ class Taking:
         return ordered
 
 
-def flat_state(table: Table, metadata: Mapping[str, str]) -> State:
+def make_flat_state(table: Table, metadata: Mapping[str, str]) -> State:
     """A plain dict of the rows of a table. None of them is made."""
     leaves = Leaves((RowLeaf,), lambda value, path: value)
     leaves.names, leaves.values = [*table.names], [*map(RowLeaf, range(len(table.names)))]
-    leaves.has_traits = are_marked(table)
+    leaves.has_traits = has_marked_tensors(table)
     tree = dict(zip(table.names, leaves.values, strict=True))
     return State(tree, table, leaves.for_table(table), dict(metadata))
 
 
-def are_marked(table: Table) -> bool:
+def has_marked_tensors(table: Table) -> bool:
     """Whether a tensor is more than its elements, so that a tree records it."""
     traits = [table.kinds[number].traits for number in {*table.kind_indices}]
     return any(one is not PLAIN_TRAITS and is_marked(one) for one in traits)
 
 
-def with_irregular(table: Table, tensors: Mapping[int, LazyTensor]) -> Table:
+def replace_rows(table: Table, tensors: Mapping[int, LazyTensor]) -> Table:
     if not tensors:
         return table
     kinds, kind, storage = [*table.kinds], [*table.kind_indices], [*table.storage_indices]
@@ -526,14 +528,14 @@ def with_irregular(table: Table, tensors: Mapping[int, LazyTensor]) -> Table:
     )
 
 
-def with_table(state: State, table: Table) -> State:
+def replace_table(state: State, table: Table) -> State:
     """The state with the rows of another table in the places of its own, under their names."""
     leaves = state.leaves.for_table(table)
-    leaves.has_traits = are_marked(table)
+    leaves.has_traits = has_marked_tensors(table)
     return replace(state, tensors=table, leaves=leaves)
 
 
-def with_tree(state: State, tree: object, limits: Limits | None = None) -> State:
+def replace_tree(state: State, tree: object, limits: Limits | None = None) -> State:
     """The state of another tree over tensors of this one, under the names that they have there."""
     leaves = state.leaves
     rows = dict(zip(map(id, leaves.values), range(len(leaves.values)), strict=True))
@@ -546,11 +548,11 @@ def with_tree(state: State, tree: object, limits: Limits | None = None) -> State
     found.raise_problems()
     moved = state.tensors.select([rows[id(value)] for value in found.values], found.names)
     moved_leaves = found.for_table(moved)
-    moved_leaves.has_traits = are_marked(moved)
+    moved_leaves.has_traits = has_marked_tensors(moved)
     return replace(state, tree=tree, tensors=moved, leaves=moved_leaves)
 
 
-def lazy_tree(state: State) -> object:
+def make_lazy_tree(state: State) -> object:
     """The tree of a state with a lazy tensor in the place of each leaf, for whoever looks at them one by one."""
     rows = {id(value): row for row, value in enumerate(state.leaves.values)}
     views: dict[int, LazyTensor] = {}

@@ -73,7 +73,7 @@ from holdfast.engine.targets.plan_save import Findings
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.numeric.cast import OUTCOMES, cast, count_losses_by_part, largest_number
 from holdfast.verbs.brief import root_global
-from holdfast.verbs.shared.state import flat_state, with_irregular, with_table, with_tree
+from holdfast.verbs.shared.state import make_flat_state, replace_rows, replace_table, replace_tree
 
 SHOWN, SHOWN_CHARACTERS = 3, 80
 """Tensors that a note names, and characters of a name."""
@@ -168,7 +168,7 @@ class Edits(Value, frozen=True):
 NO_EDITS = Edits()
 
 
-def dtype_named(name: AnyDType) -> DType:
+def parse_float_dtype(name: AnyDType) -> DType:
     """A floating-point dtype, by its name or a usual abbreviation."""
     found = DTYPES.parse(name) if isinstance(name, str) else DTYPES.from_any(name)
     if found is None or found.kind != "float" or found.packed:
@@ -183,17 +183,18 @@ KEEP, ALL = "keep", "*"
 """The word for the dtype of the source, and the pattern of a dtype that is given without one."""
 
 
-def casts_of(dtype: AnyDType | Mapping[str, AnyDType] | None) -> Casts:
+def parse_casts(dtype: AnyDType | Mapping[str, AnyDType] | None) -> Casts:
     """The casts that a caller wants: of all tensors, or by patterns; "keep" leaves the dtype.
 
-    >>> [(pattern, str(to)) for pattern, to in casts_of({"norm*": "f32", "*": "bf16"})]
+    >>> [(pattern, str(to)) for pattern, to in parse_casts({"norm*": "f32", "*": "bf16"})]
     [('norm*', 'float32'), ('*', 'bfloat16')]
     """
     if dtype is None or dtype == "":
         return ()
     wanted = dtype if isinstance(dtype, Mapping) else {ALL: dtype}
     return tuple(
-        (pattern, None if name == KEEP else dtype_named(name)) for pattern, name in wanted.items()
+        (pattern, None if name == KEEP else parse_float_dtype(name))
+        for pattern, name in wanted.items()
     )
 
 
@@ -214,21 +215,21 @@ def transform(
     made = state
     if edits.casts:
         table = _cast_rows(state, edits, unfit, {} if losses is None else losses)
-        made = state if unfit else with_table(state, table)
+        made = state if unfit else replace_table(state, table)
     if edits.tensors_only:
-        made = flat_state(made.tensors, made.metadata)
+        made = make_flat_state(made.tensors, made.metadata)
     problems: list[str] = []
     tree = _reshape(made.tree, edits, problems) if edits.renames else made.tree
     if problems or unfit:
         raise CannotHold("these edits do not fit the checkpoint", [*problems, *unfit])
     if tree is not made.tree:
-        made = with_tree(made, tree, limits)
+        made = replace_tree(made, tree, limits)
     if edits.dequantize:
         _refuse_blocks(made.tensors)
     return made
 
 
-def left_out(tree: object, edits: Edits) -> list[str]:
+def describe_left_out(tree: object, edits: Edits) -> list[str]:
     """Sentences about what `tensors_only` leaves out of a tree: values, objects, what tensors in parts are together.
 
     `keep` and `drop` leave things out by their names, so these are not repeated.
@@ -283,7 +284,7 @@ def _dequantized(state: State) -> State:
     """The state with the numbers that quantised blocks stand for. Blocks that cannot be decoded stay: they may be dropped yet."""
     decoded, table = DequantizedTensors(), state.tensors
     found = {row: decoded.decode_if_known(table.lazy_tensor(row)) for row in _in_blocks(table)}
-    return with_table(state, with_irregular(table, found))
+    return replace_table(state, replace_rows(table, found))
 
 
 def _in_blocks(table: Table) -> list[int]:
