@@ -1,4 +1,4 @@
-"""A flipped bit is caught when the storage is read, and named: file, tensor, byte."""
+"""A damaged byte is noticed when its storage is read, and the error names file, tensor and offset."""
 
 import os
 
@@ -17,24 +17,26 @@ STATE = {
 
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "a"])
 @pytest.mark.parametrize("tensor", STATE)
-def test_damage_is_caught_on_read(tmp_path, name, tensor):
+def test_a_damaged_tensor_is_refused_and_all_others_are_read(tmp_path, name, tensor):
     path = tmp_path / name
     holdfast.save(STATE, path, durable=False)
-    with holdfast.open(path) as ckpt:
-        (storage,) = ckpt[tensor].storages
-        file = path / storage.key if path.is_dir() else path
-    at = storage.start + storage.nbytes - 1
-    with open(file, "r+b") as damaged:
-        damaged.seek(at)
-        byte = damaged.read(1)[0]
-        damaged.seek(-1, os.SEEK_CUR)
-        damaged.write(bytes([byte ^ 1]))
-    with holdfast.open(path) as ckpt:
-        for read in (ckpt[tensor].numpy, ckpt.read):
+    with holdfast.open(path) as checkpoint:
+        (storage,) = checkpoint[tensor].storages
+    file_path = path / storage.key if path.is_dir() else path
+    last_offset = storage.start + storage.nbytes - 1
+    with open(file_path, "r+b") as file:
+        file.seek(last_offset)
+        last_byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([last_byte ^ 1]))
+
+    with holdfast.open(path) as checkpoint:
+        for read in (checkpoint[tensor].numpy, checkpoint.read):
             with pytest.raises(Corrupted) as caught:
                 read()
             assert (caught.value.tensor, caught.value.offset) == (tensor, storage.start)
-        others = [n for n in STATE if n != tensor]
-        assert set(ckpt.read(*others)) == set(others)
-    with holdfast.open(path, verify=False) as ckpt:
-        assert ckpt[tensor].numpy().tobytes() != STATE[tensor].tobytes()
+        other_tensors = [other for other in STATE if other != tensor]
+        assert set(checkpoint.read(*other_tensors)) == set(other_tensors)
+
+    with holdfast.open(path, verify=False) as checkpoint:
+        assert checkpoint[tensor].numpy().tobytes() != STATE[tensor].tobytes()

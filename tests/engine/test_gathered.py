@@ -1,4 +1,8 @@
-"""Who writes a file of many small tensors: few threads, since each of them holds the interpreter lock for a part of the time."""
+"""How many threads write a file of many small tensors.
+
+To make a `Gathered` segment takes Python code, which holds the interpreter lock. So more than a few
+threads would wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +12,34 @@ import pytest
 import holdfast
 from holdfast.engine import write
 
-SMALL = {f"t{i}": np.full(2000, i, np.float32) for i in range(200)}
-LARGE = {f"w{i}": np.full(600_000, i, np.float32) for i in range(2)}
+SMALL_TENSORS = {f"t{i}": np.full(2000, i, np.float32) for i in range(200)}
+LARGE_TENSORS = {f"w{i}": np.full(600_000, i, np.float32) for i in range(2)}
 
 
 @pytest.mark.parametrize(
-    ("state", "asked", "expected"),
+    ("state", "requested_threads", "expected_threads"),
     [
-        (SMALL, None, write.MAX_GATHERING_THREADS),
-        (SMALL | LARGE, None, 16),
-        (LARGE, None, 16),
-        (SMALL, 3, 3),
-        (SMALL, 7, 7),
+        (SMALL_TENSORS, None, write.MAX_GATHERING_THREADS),
+        (SMALL_TENSORS | LARGE_TENSORS, None, 16),
+        (LARGE_TENSORS, None, 16),
+        (SMALL_TENSORS, 3, 3),
+        (SMALL_TENSORS, 7, 7),
     ],
 )
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pt"])
-def test_threads(tmp_path, monkeypatch, name, state, asked, expected):
-    seen: list[int] = []
-    before = write.run_reads
+def test_few_threads_write_a_file_of_small_tensors(
+    tmp_path, monkeypatch, name, state, requested_threads, expected_threads
+):
+    thread_counts: list[int] = []
+    run_reads = write.run_reads
 
-    def run_reads(work, threads, *, stores):
-        seen.append(threads)
-        before(work, threads, stores=stores)
+    def run_reads_and_count(tasks, threads, *, stores):
+        thread_counts.append(threads)
+        run_reads(tasks, threads, stores=stores)
 
     monkeypatch.setattr(write, "DEFAULT_THREADS", 16)
-    monkeypatch.setattr(write, "run_reads", run_reads)
-    holdfast.save(state, tmp_path / name, threads=asked)
-    assert seen == [expected]
+    monkeypatch.setattr(write, "run_reads", run_reads_and_count)
+
+    holdfast.save(state, tmp_path / name, threads=requested_threads)
+
+    assert thread_counts == [expected_threads]
