@@ -284,6 +284,10 @@ class ChunkLookup:
 
         This is the chunk at the hint of the index, if it has the right offset and any elements.
         Otherwise it is the first chunk with this offset.
+
+        Args:
+            chunks: All chunks of a tensor. A later call may pass the same list with other items.
+            index: The offset of the chunk, and perhaps a hint.
         """
         if index.offset is None:
             return None
@@ -294,6 +298,7 @@ class ChunkLookup:
             if tuple(chunk.offsets) == offset and 0 not in chunk.sizes:
                 return hint
 
+        # The dictionary may be outdated, so its answer is checked. If it has none, it is made anew.
         is_current = self._chunks is chunks and self._chunk_count == len(chunks)
         position = self._positions.get(offset) if is_current else None
         if position is not None and tuple(chunks[position].offsets) == offset:
@@ -302,7 +307,7 @@ class ChunkLookup:
         return self._positions.get(offset)
 
     def _index_chunks(self, chunks: Sequence[ChunkLike]) -> None:
-        """Make the dictionary of positions by offset."""
+        """Make the dictionary of positions by offset. The first chunk at an offset counts."""
         self._chunks = chunks
         self._chunk_count = len(chunks)
         self._positions = {}

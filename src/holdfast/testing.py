@@ -244,7 +244,8 @@ def _read_damaged(files: Files, damage: str) -> dict[str, bytes] | None:
     store = MemoryStore(files, name="example")
     try:
         source = OpenSource(store, threads=1)
-        return _read_arrays(Checkpoint(source, detect(source).describe(source)))
+        description = detect(source).describe(source)
+        return _read_arrays(Checkpoint(source, description))
     except HoldfastError:
         return None
     except Exception as error:

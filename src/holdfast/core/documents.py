@@ -119,7 +119,7 @@ def read_document(
     *,
     file: str | None = None,
 ) -> D:
-    """Return the value of a text.
+    """Return the value of a document: a JSON text that may have a checksum of itself at its end.
 
     Args:
         document_type: What the text should be.
@@ -213,8 +213,12 @@ def decode_canonical(document_type: DocumentType[D], raw: bytes) -> D | None:
 
 
 def decode_strictly(document_type: DocumentType[D], raw: bytes, limits: Limits) -> D:
-    """Return the value of a text, or raise an error with the place where something is wrong."""
+    """Return the value of a text, or raise an error with the place where something is wrong.
+
+    This is slower than `decode_canonical`, which reads nearly all documents.
+    """
     document: object = None
+    # Only Holdfast writes a document that must be canonical, so an exact place would help nobody.
     if not document_type.is_canonical:
         document = parse(raw, limits)
     if document_type.versions:
@@ -401,7 +405,7 @@ def _resolve_path(document_type: DocumentType[D], document: object, path: str) -
             step = field_name
             value_type = _find_field_type(value_type, field_name)
         else:
-            # msgspec does not name the keys of a dict.
+            # For any key of a dict, msgspec writes `[...]`. The key is that of a wrong value.
             step = _find_wrong_key(value, value_type) if index == "..." else int(index)
             value_type = _find_item_type(value_type)
         steps.append(step)
@@ -495,6 +499,8 @@ def make_seal(crc: int, length: int, nbytes: int = 0) -> bytes:
 
 def check_seal(raw: bytes, subject: str, remedy: str = "get it again") -> bool:
     """Compare the checksum at the end of a document with its bytes.
+
+    The checksum covers the whole document, with zeros in the place of its own digits.
 
     Args:
         raw: The document.

@@ -681,7 +681,10 @@ NULLABLE = frozenset({"max_memory"})
 
 @functools.cache
 def get_options(option_set: Callable[..., object]) -> dict[str, Option]:
-    """Return the options of an option set by name. The most common ones come last, as in help."""
+    """Return the options of an option set by their names, in the order of help texts.
+
+    Options that nearly all verbs have come last.
+    """
     names = option_set.__annotations__
     common_names = [*FormatOption.__annotations__, *WriteOptions.__annotations__]
     special_names = [name for name in names if name not in common_names]
@@ -719,9 +722,9 @@ def pick_fields(value_type: Callable[..., T], options: Mapping[str, Any], **more
 
 
 def check_options(option_set: Callable[..., T], values: Mapping[str, object]) -> T:
-    """Check the options that are passed, and return all options of an option set.
+    """Check the values of some options, and return the values of all options of an option set.
 
-    Options that are missing or None have their defaults.
+    Options that are missing or None get their defaults.
     """
     checked_values: dict[str, object] = {}
     for name, option in get_options(option_set).items():
@@ -806,13 +809,14 @@ def _validate(verb: Callable[P, R], checks: Mapping[str, ArgumentCheck]) -> Call
                 raise BadArgumentType(f"{verb.__name__}() needs {name}=: {options[name].help}")
 
         # Surplus positional arguments are passed on, so that Python raises its own error for them.
-        count = min(len(positional_names), len(args))
-        checked_args = (*checked_values[:count], *args[count:])
-        checked_kwargs = dict(zip(kwargs, checked_values[count:], strict=True))
+        positional_count = min(len(positional_names), len(args))
+        checked_args = (*checked_values[:positional_count], *args[positional_count:])
+        checked_kwargs = dict(zip(kwargs, checked_values[positional_count:], strict=True))
         try:
             return verb(*checked_args, **defaults | checked_kwargs)  # type: ignore[arg-type]  # the parameters of the verb
         except (RanksFailed, RankLost) as error:
-            # Every rank prints this error. The frames in Holdfast are the same on all ranks.
+            # Every rank prints this error. The frames in Holdfast are the same on all ranks, so
+            # they are removed.
             cut_traceback(error)
             raise
 

@@ -245,6 +245,9 @@ class _Braces:
 def _expand(pattern: str) -> list[Alternative]:
     """Return the alternatives that the braces of a glob stand for.
 
+    In "layers.{0..1,norm}.*", the braces have the choices "0..1" and "norm". Each choice is appended
+    to what precedes the braces, and so is what follows them.
+
     Raises:
         BadArgument: The pattern is probably a mistake.
     """
@@ -294,7 +297,11 @@ def _find_marks(tokens: Sequence[re.Match[str]]) -> set[int]:
 
 
 def _make_components(token: re.Match[str], pattern: str) -> list[str]:
-    """Return the component for a token. A range of numbers has one for each number of digits."""
+    """Return the regular expressions that a token of a glob stands for, as alternatives.
+
+    Names are matched from their end to their start, so text is reversed. A range of numbers has an
+    alternative for each number of digits, because a component matches text of a fixed length.
+    """
     if token["star"]:
         return [STAR]
     if token["any"]:
@@ -379,7 +386,9 @@ def _make_number_components(low: str, high: str, pattern: str) -> list[str]:
 
 
 def _reverse_numbers(low: str, high: str) -> str:
-    """Return a regular expression for the reversed numbers from `low` to `high`, of equal length.
+    """Return a regular expression for the numbers from `low` to `high`, with reversed digits.
+
+    Names are matched from their end to their start. Both numbers have the same length.
 
     The range is split by its first digit: the numbers that start like `low`, those that start like
     `high`, and those between them, whose other digits are arbitrary.
