@@ -1,8 +1,8 @@
 """Describes numpy arrays in memory: a single one as a lazy tensor, many of them as rows of a table.
 
-An array over the memory of another array, a torch tensor or a buffer shares that storage, so aliases
-stay aliases in a file. Two arrays over memory that no array owns have the same storage if they begin
-at the same address and have the same size.
+An array over the memory of another array, a torch tensor or a buffer shares that storage, so
+aliases stay aliases in a file. Two arrays over memory that no array owns have the same storage if
+they begin at the same address and have the same size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ARRAY_TYPES = (np.ndarray,)
 
 
 class ArrayStorages:
-    """The memory of numpy arrays, as the storages of a table. Nothing is copied before it is read."""
+    """The memory of numpy arrays, as the storages of a table. It is copied only when it is read."""
 
     can_read_ranges = True
 
@@ -103,7 +103,7 @@ def describe_arrays(values: list[object]) -> TensorColumns:
             known_kinds[kind_key] = None
             if dtype is not None:
                 known_kinds[kind_key] = len(kinds)
-                kinds.append(_make_kind(dtype, array.shape, array.strides, root.nbytes))
+                kinds.append(_make_kind(dtype, array, root))
         kind_index = known_kinds[kind_key]
         if kind_index is None:
             continue
@@ -120,7 +120,8 @@ def describe_arrays(values: list[object]) -> TensorColumns:
             offset = 8 * (address_of(array) - address_of(root))
             if offset:
                 offsets[index] = offset
-    separate_outside_rows(kinds, kind_indices, offsets)
+    if offsets:
+        separate_outside_rows(kinds, kind_indices, offsets)
     storages = ArrayStorages(storage_roots)
     return TensorColumns(
         rows, kinds, kind_indices, storage_indices, storages, storages.addresses, offsets
@@ -161,12 +162,13 @@ def _group_by_memory(roots: Sequence[np.ndarray]) -> tuple[list[int], list[np.nd
     return storage_indices, storage_roots
 
 
-def _make_kind(
-    dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], storage_nbytes: int
-) -> RowKind:
-    """Return the kind of arrays with these strides in bytes, over storages of this size."""
-    bit_strides = tuple([8 * stride for stride in _normalize_strides(shape, strides)])
-    return RowKind.from_strides(dtype, shape, bit_strides, storage_nbytes=storage_nbytes)
+def _make_kind(dtype: DType, array: np.ndarray, root: np.ndarray) -> RowKind:
+    """Return the kind of an array over the memory of another array, its root, or over its own."""
+    if array is root and array.flags.c_contiguous:
+        return RowKind.from_shape(dtype, array.shape)
+    strides = _normalize_strides(array.shape, array.strides)
+    bit_strides = tuple([8 * stride for stride in strides])
+    return RowKind.from_strides(dtype, array.shape, bit_strides, storage_nbytes=root.nbytes)
 
 
 @cache
@@ -229,7 +231,8 @@ class MemoryTensors:
     def wrap_array(self, array: np.ndarray) -> LazyTensor:
         """Return a numpy array as a lazy tensor over the memory that the array uses.
 
-        Big-endian arrays, and arrays with gaps that are not views of a contiguous array, are copied.
+        Big-endian arrays are copied, and so are arrays with gaps that are not views of a contiguous
+        array.
 
         Raises:
             Unsupported: The dtype does not exist in files.

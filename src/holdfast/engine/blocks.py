@@ -65,7 +65,7 @@ def split_into_blocks(
 
 
 def find_contiguous_bytes(tensor: LazyTensor) -> tuple[str, int] | None:
-    """Find the range of a file whose bytes are the elements of a tensor, C-ordered and little-endian.
+    """Find the range of a file that has the elements of a tensor in C order, little-endian.
 
     Returns:
         The file and the first byte of the range, or None if the elements are not one such range.

@@ -43,8 +43,8 @@ Observe = Callable[[np.ndarray, np.ndarray], None]
 """Receives original elements and what was computed of them. Any thread may call it."""
 
 ObserveRows = Callable[[Sequence[str], Ints, np.ndarray, np.ndarray], None]
-"""Receives the names of several tensors, the index of the first element of each, the elements of all
-of them in one array, and what was computed of these. Any thread may call it."""
+"""Receives the names of several tensors, the index of the first element of each, the elements of
+all of them in one array, and what was computed of these. Any thread may call it."""
 
 DECODED_ELEMENTS = 1 << 18
 """How many elements of quantized blocks are decoded at a time, so that all arrays that are needed
@@ -143,7 +143,9 @@ class SeenElements:
 
 
 def _find_units(start: int, nbytes: int, unit_nbytes: int) -> tuple[int, int]:
-    """Return the first unit of a fixed size that a range of bytes touches, and the one after the last."""
+    """Return which units of a fixed size a range of bytes touches: the first, and the one after the
+    last.
+    """
     return start // unit_nbytes, -(-(start + nbytes) // unit_nbytes)
 
 

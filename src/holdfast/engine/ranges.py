@@ -288,7 +288,7 @@ class _FileReader:
                     raise
 
     def _read_with_crc(self, read_index: int, out: memoryview, block_nbytes: int) -> None:
-        """Read a single piece straight to its destination, and compute its checksum block by block."""
+        """Read a single piece straight to its destination, with its checksum, block by block."""
         start = self.joined_reads.starts.item(read_index)
         range_index = self._find_first_range(read_index)
         for offset in range(0, out.nbytes, block_nbytes):

@@ -46,7 +46,10 @@ NO_HEAD = FileHead(None, b"", 0)
 
 
 class OpenSource:
-    """A store that is open for reading. Formats read headers from it, lazy tensors their elements."""
+    """A store that is open for reading.
+
+    Formats read headers from it, and lazy tensors read their elements.
+    """
 
     def __init__(
         self,
@@ -364,6 +367,6 @@ def _resolve_flags(request: Request) -> None:
             np.negative(out, out=out)
         else:
             raise Unsupported(
-                f"cannot negate the elements of a {tensor.dtype} tensor, which is marked as negated",
+                f"cannot negate a {tensor.dtype} tensor, which the file marks as negated",
                 tensor=tensor.name,
             )

@@ -4,8 +4,8 @@ A stream cannot go back. If a format has checksums in front of the data (safeten
 read twice: once for its checksums, and once to write it. If the source records the checksums, the
 data is read once, and compared with them as it is written.
 
-Data of a remote store is read ahead: several requests are in flight, and their blocks are written in
-order.
+Data of a remote store is read ahead: several requests are in flight, and their blocks are written
+in order.
 """
 
 from __future__ import annotations
@@ -346,7 +346,10 @@ def _write_data(writer: Writer, segment: Data | Memory, remote_blocks: Iterator[
 
 
 def _cut_remote_data(segments: Iterable[Data], block_nbytes: int) -> Iterator[ReadBlocks]:
-    """Yield calls that read remote data in order: a block of a large tensor, or several small ones."""
+    """Yield calls that read remote data in order.
+
+    Each call reads one block of a large tensor, or several small tensors.
+    """
     small_segments: list[Data] = []
     small_nbytes = 0
     for segment in segments:

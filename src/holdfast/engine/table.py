@@ -64,8 +64,8 @@ class TensorColumns(Value, frozen=True, eq=False):
 
 
 ReadMember = Callable[[MemoryBytes, Sequence[int], Sequence[int]], Sequence[BytesLike]]
-"""Reads storages of one member of `StateStorages`. Receives the member, the indices of its storages,
-and their positions in the request."""
+"""Reads storages of one member of `StateStorages`. Receives the member, the indices of its
+storages, and their positions in the request."""
 
 
 class StateStorages:
@@ -98,6 +98,8 @@ class StateStorages:
 
     def read(self, storage_indices: Sequence[int]) -> Sequence[BytesLike]:
         """Read whole storages, all together."""
+        if len(self._members) == 1:
+            return self._members[0].read(storage_indices)
         return self._read_by_member(
             storage_indices, lambda member, member_indices, positions: member.read(member_indices)
         )
@@ -119,7 +121,7 @@ class StateStorages:
     def _read_by_member(
         self, storage_indices: Sequence[int], read_member: ReadMember
     ) -> Sequence[BytesLike]:
-        """Read from each member the storages that it has, and return them in the requested order."""
+        """Read from each member the storages that it has. Return them in the requested order."""
         if len(self._members) == 1:
             return read_member(self._members[0], storage_indices, range(len(storage_indices)))
         requested = np.array(storage_indices, np.int64)

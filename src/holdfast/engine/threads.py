@@ -73,7 +73,8 @@ def choose_cached_nbytes(threads: int, max_nbytes: int) -> int:
 def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
     """Run tasks on this thread and helper threads, and wait until all of them are done.
 
-    After the first error, no further task starts. The error is raised when all threads have stopped.
+    After the first error, no further task starts. The error is raised when all threads have
+    stopped.
     """
     tasks = list(work)
     if threads <= 1 or len(tasks) <= 1:
@@ -297,9 +298,9 @@ _thread_numbers = count()
 def computing() -> AbstractContextManager[bool]:
     """Limit how many threads compute with numpy at the same time. Use it in a `with` statement.
 
-    Do not read or wait for anything in the block. Every call of numpy acquires the interpreter lock.
-    A thread that gets this lock while it has no core to run on delays all others. With two threads
-    for each core, that took longer than the arithmetic itself.
+    Do not read or wait for anything in the block. Every call of numpy acquires the interpreter
+    lock. A thread that gets this lock while it has no core to run on delays all others. With two
+    threads for each core, that took longer than the arithmetic itself.
 
     There is a lock for each core and not one semaphore, because Ctrl-C can make Python's semaphore
     lose a slot for ever.
