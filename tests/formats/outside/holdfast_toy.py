@@ -21,7 +21,7 @@ from holdfast.engine.files import ViewTable
 from holdfast.engine.saves import Data, FilePlan, Late, Literal, SavePlan
 from holdfast.errors import CannotHold, HeaderError, Truncated
 from holdfast.formats import Format
-from holdfast.formats.safetensors.schema import addressable
+from holdfast.formats.safetensors.schema import is_addressable
 
 MAGIC = b"TOY:"
 HEADER_START = len(MAGIC) + 8
@@ -86,7 +86,7 @@ def read_outline(
         raise HeaderError(f"there is no dtype {dtype_name[:80]!r}", file=key, tensor=name)
     shape = tuple(length for length in lengths if type(length) is int and length >= 0)
     is_shape = len(shape) == len(lengths) <= source.limits.rank
-    if not is_shape or not addressable(shape, dtype.bits):
+    if not is_shape or not is_addressable(shape, dtype.bits):
         raise HeaderError("the shape must be a list of small lengths", file=key, tensor=name)
     return dtype, shape
 

@@ -17,7 +17,7 @@ from holdfast.core.protocols import Source
 from holdfast.core.value import Value
 from holdfast.errors import HeaderError, LimitExceeded, MetadataError, Truncated, Unsupported
 from holdfast.formats.gguf.metadata import ARRAY, NUMBER_CODES, STRING, UINT32, Metadata
-from holdfast.formats.safetensors.schema import addressable
+from holdfast.formats.safetensors.schema import is_addressable
 from holdfast.numeric.dequantize import BLOCK_TYPES
 
 MAGIC = b"GGUF"
@@ -337,7 +337,7 @@ def _locate_tensor(
         row_nbytes = row_length // block_format.elements * block_format.nbytes
         shape = (*shape[:-1], row_nbytes)
 
-    if not addressable(shape, dtype.bits):
+    if not is_addressable(shape, dtype.bits):
         message = f"the shape {list(shape)} of {dtype} is larger than any file"
         raise MetadataError(message, file=key, tensor=name, found=shape)
     nbytes = math.prod(shape) * dtype.bits // 8

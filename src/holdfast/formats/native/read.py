@@ -72,7 +72,7 @@ from holdfast.formats.safetensors.schema import (
     MANIFEST,
     PREFIX_NBYTES,
     HeaderEntry,
-    addressable,
+    is_addressable,
 )
 
 BYTES_OF, CRC_OF, FILE_OF = attrgetter("bytes"), attrgetter("crc32"), attrgetter("file")
@@ -224,9 +224,9 @@ def check_files(tensors: Stored) -> list[str]:
         wrong_rows = [part.row for part in expected if not _is_in_header(part, header)]
         if wrong_rows:
             wrong.append((min(wrong_rows), file.name))
-        if header.record.changed is not None:
-            changed.append(header.record.changed)
-        elif tensors.manifest.version >= SEALED_VERSION and header.record.rest != MANIFEST:
+        if header.record.mismatch is not None:
+            changed.append(header.record.mismatch)
+        elif tensors.manifest.version >= SEALED_VERSION and header.record.metadata_file != MANIFEST:
             message = "the header has lost the record that was written with it; get the file again"
             changed.append(Corrupted(message, file=file.name))
         elif header.unknown_fields:
@@ -525,7 +525,7 @@ def _bits_of(dtype: str, shape: tuple[int, ...], limits: Limits) -> int | None:
         not bits
         or len(shape) > limits.rank
         or not all(0 <= n <= ADDRESSABLE for n in shape)
-        or not addressable(shape, bits)
+        or not is_addressable(shape, bits)
     ):
         return None
     return bits * math.prod(shape)

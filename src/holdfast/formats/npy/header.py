@@ -29,7 +29,7 @@ from holdfast.errors import (
     Unsupported,
 )
 from holdfast.formats.npy.detect import MAGIC
-from holdfast.formats.safetensors.schema import addressable
+from holdfast.formats.safetensors.schema import is_addressable
 
 PREFIX_NBYTES = {(1, 0): 10, (2, 0): 12, (3, 0): 12}
 """The size of magic, version and header length, by version."""
@@ -211,7 +211,7 @@ def parse_header(header: bytes, *, max_rank: int) -> ArrayHeader:
         message = f"the array has {len(shape):,} dimensions, more than Limits(rank={max_rank})"
         raise LimitExceeded(message, expected=max_rank, found=len(shape))
     dtype, byteorder, is_guessed = _resolve_type_code(fields["descr"])
-    if not addressable(shape, dtype.bits):
+    if not is_addressable(shape, dtype.bits):
         message = f"the shape {list(shape)} of {dtype} is larger than any file"
         raise MetadataError(message, found=shape)
     return ArrayHeader(

@@ -39,7 +39,7 @@ from holdfast.errors import (
     error_context,
 )
 from holdfast.formats.onnx.wire import BYTES, VARINT, Field, WireReader
-from holdfast.formats.safetensors.schema import addressable
+from holdfast.formats.safetensors.schema import is_addressable
 from holdfast.stores.virtual import ContentCache, Virtual, VirtualFile
 
 MODEL_FIELDS = {
@@ -330,7 +330,7 @@ class Initializers:
                 found=message.data_type,
             )
         shape = tuple(message.dims)
-        if not addressable(shape, dtype.bits):
+        if not is_addressable(shape, dtype.bits):
             raise MetadataError(
                 f"{list(shape)} of {dtype} is more than any file can hold", found=shape
             )

@@ -39,12 +39,12 @@ from holdfast.formats.safetensors.read import (
 )
 from holdfast.formats.safetensors.record import join, read_record, saved_offsets
 from holdfast.formats.safetensors.schema import (
+    DTYPE_OF_CODE,
     NO_RECORD,
     RECORD,
-    ROWS,
     SHARDING_INFO,
     HeaderRecord,
-    Outline,
+    TensorKind,
 )
 
 SUFFIX = ".safetensors"
@@ -159,12 +159,17 @@ def _changes(
     headers: Iterable[Header], record: HeaderRecord, index: str | None, *, notes: list[str]
 ) -> tuple[Corrupted, ...]:
     """Files that changed after they were written, for a verification; also an index that lost its record."""
-    found = [header.record.changed for header in headers if header.record.changed is not None]
-    if record.changed is not None:
-        record.changed.file = index
-        found.append(record.changed)
+    found = [header.record.mismatch for header in headers if header.record.mismatch is not None]
+    if record.mismatch is not None:
+        record.mismatch.file = index
+        found.append(record.mismatch)
     missing = next(
-        (h.record.rest for h in headers if h.record.rest is not None and not record.present), None
+        (
+            h.record.metadata_file
+            for h in headers
+            if h.record.metadata_file is not None and not record.is_present
+        ),
+        None,
     )
     if missing is not None:
         said = (
@@ -278,16 +283,16 @@ def _headers_table(headers: Sequence[Header], source: Source, places: Places) ->
 
     A place is the number of a tensor that is whole, counted through all headers, or a tensor that was joined from pieces.
     """
-    positions: dict[Outline, int] = {}
+    positions: dict[TensorKind, int] = {}
     kind = array("q")
     for header in headers:
-        own = [positions.setdefault(outline, len(positions)) for outline in header.columns.outlines]
+        own = [positions.setdefault(outline, len(positions)) for outline in header.columns.kinds]
         # Those of the first file count alike.
-        outline = header.columns.outline
+        outline = header.columns.kind_indices
         kind += array(
             "q", outline if own == [*range(len(own))] else [*map(own.__getitem__, outline)]
         )
-    kinds = [RowKind.from_shape(ROWS[code], shape) for code, shape in positions]
+    kinds = [RowKind.from_shape(DTYPE_OF_CODE[code], shape) for code, shape in positions]
     storages = header_storages(headers, source)
     storage = array(
         "q", [IRREGULAR if isinstance(place, LazyTensor) else place for place in places.values()]

@@ -28,12 +28,12 @@ from holdfast.errors import (
 )
 from holdfast.formats.index_file import some
 from holdfast.formats.safetensors.schema import (
+    DTYPE_OF_CODE,
     MANIFEST,
     NO_RECORD,
     PREFIX_NBYTES,
     RECORD,
     RECORD_START,
-    ROWS,
     SHARDING_INFO,
     HeaderColumns,
     HeaderEntry,
@@ -73,7 +73,7 @@ class Header(Value, frozen=True, dict=True):
         at, columns = self.positions[name], self.columns
         begin = columns.starts[at] - self.data_start
         return HeaderEntry(
-            *columns.outlines[columns.outline[at]], (begin, begin + columns.nbytes[at])
+            *columns.kinds[columns.kind_indices[at]], (begin, begin + columns.nbytes[at])
         )
 
     def storage(self, name: str, home: Store) -> Storage:
@@ -129,8 +129,8 @@ def read_header(source: Source, key: str) -> Header:
         except HoldfastError as error:
             error.file = error.file or key
             raise
-        if record.changed is not None:
-            record.changed.file = key
+        if record.mismatch is not None:
+            record.mismatch.file = key
     return Header(
         key,
         data_start,
@@ -173,8 +173,8 @@ def describe(source: Source) -> Description:
     if SHARDING_INFO in header.metadata:
         notes += _describe_pieces(header, source)
 
-    outlines, outline = header.columns.outlines, header.columns.outline
-    kinds = [RowKind.from_shape(ROWS[code], shape) for code, shape in outlines]
+    outlines, outline = header.columns.kinds, header.columns.kind_indices
+    kinds = [RowKind.from_shape(DTYPE_OF_CODE[code], shape) for code, shape in outlines]
     storages = header_storages([header], source)
     tensors = Table(header.names, kinds, outline, range(len(header.names)), storages, {})
     tree: object = tensors
@@ -183,7 +183,7 @@ def describe(source: Source) -> Description:
 
         with error_context(file=header.key):
             tensors, tree = restore(tensors, record.recorded, source)
-    changed = () if record.changed is None else (record.changed,)
+    changed = () if record.mismatch is None else (record.mismatch,)
     return Description(
         "safetensors", tensors, tree, notes=tuple(notes), metadata=header.metadata, changed=changed
     )
@@ -226,7 +226,7 @@ def _describe_pieces(header: Header, source: Source) -> list[str]:
 def refuse_orphans(headers: Iterable[Header]) -> None:
     """Raise for files of a native directory whose manifest is missing."""
     for header in headers:
-        if header.record.rest == MANIFEST:
+        if header.record.metadata_file == MANIFEST:
             message = (
                 f"a data file of a native checkpoint, and its manifest {MANIFEST} is not in the folder: values and second names "
                 "are lost without it. Get the manifest again; the tensors are in the data files, which open one by one"

@@ -65,15 +65,15 @@ from holdfast.core.value import replace
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError, error_context
 from holdfast.formats.safetensors.schema import (
     ADDRESSABLE,
+    DTYPE_OF_CODE,
     NO_RECORD,
     PREFIX_NBYTES,
     RECORD,
     RECORD_START,
     RECORDED_FIELDS,
-    ROWS,
     SHARDING_INFO,
     HeaderRecord,
-    addressable,
+    is_addressable,
 )
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def _read(
         return _changed(OTHER_TENSORS, of, now)
     if version > VERSION or version < 1:
         note = f"__metadata__.{RECORD} is of version {version:,}, which this Holdfast does not know; not used"
-        return HeaderRecord(notes=(note,), present=True)
+        return HeaderRecord(notes=(note,), is_present=True)
     later = ("texts", "rest", SELF) if version >= SEALED_VERSION else ()
     allowed = {"version", "of", *later, *RECORDED_FIELDS, *(("crc32",) if header else ())}
     for name in document:
@@ -227,13 +227,13 @@ def _read(
         recorded = parse_recorded(document)
     if version >= SEALED_VERSION and then != (now := texts_fingerprint(texts)):
         return replace(_changed(OTHER_TEXTS, then, now), crcs=crcs, recorded=recorded, rest=rest)
-    return HeaderRecord(crcs, recorded, rest=rest, present=True)
+    return HeaderRecord(crcs, recorded, metadata_file=rest, is_present=True)
 
 
 def _changed(how: str, then: object, now: str) -> HeaderRecord:
     expected = parse_crc(then)
     error = Corrupted(how, expected=then if expected is None else expected, found=int(now, 16))
-    return HeaderRecord(notes=(how,), changed=error, present=True)
+    return HeaderRecord(notes=(how,), mismatch=error, is_present=True)
 
 
 def _look_elsewhere(content: Mapping[str, object], texts: Mapping[str, object]) -> None:
@@ -294,14 +294,14 @@ def saved_offsets(header: Header, limits: Limits) -> dict[str, tuple[int, ...]]:
 def join(name: str, pieces: Sequence[tuple[Header, tuple[int, ...]]], source: Source) -> LazyTensor:
     """One tensor out of its pieces: headers with the offset of each piece. Raises `MetadataError` if they do not fit together."""
     first, _ = pieces[0]
-    dtype = ROWS[first.entry(name).dtype]
+    dtype = DTYPE_OF_CODE[first.entry(name).dtype]
     rank = len(first.entry(name).shape)
     if dtype.safetensors == PAIRED and rank and any(offsets[-1] for _, offsets in pieces):
         pieces = [(header, (*offsets[:-1], 2 * offsets[-1])) for header, offsets in pieces]
     chunks = []
     for header, offsets in pieces:
         entry = header.entry(name)
-        shape, other = entry.shape, ROWS[entry.dtype]
+        shape, other = entry.shape, DTYPE_OF_CODE[entry.dtype]
         if other is not dtype or len(shape) != rank:
             message = (
                 f"the pieces in {first.key!r} and {header.key!r} do not go together: {dtype} of rank {rank} and "
@@ -313,7 +313,7 @@ def join(name: str, pieces: Sequence[tuple[Header, tuple[int, ...]]], source: So
             Chunk(Box.from_offsets(offsets, shape), storage, 0, c_strides(shape, dtype.bits))
         )
     whole = Box.whole([max(chunk.box.stop[d] for chunk in chunks) for d in range(rank)])
-    if not addressable(whole.shape, dtype.bits) or not is_tiled_by(
+    if not is_addressable(whole.shape, dtype.bits) or not is_tiled_by(
         whole, (chunk.box for chunk in chunks)
     ):
         stored = sum(chunk.box.count for chunk in chunks)

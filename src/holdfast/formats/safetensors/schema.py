@@ -212,22 +212,22 @@ class Pairs(list[tuple[str, str]]):
 FIRST_OBJECT = json.JSONDecoder(object_pairs_hook=Pairs)
 
 
-Outline = tuple[str, tuple[int, ...]]
+TensorKind = tuple[str, tuple[int, ...]]
 
-ROWS = {row.safetensors: row for row in DTYPES.rows if row.safetensors is not None}
+DTYPE_OF_CODE = {row.safetensors: row for row in DTYPES.rows if row.safetensors is not None}
 """Dtypes by their codes."""
 
-BITS = {code: row.bits for code, row in ROWS.items()}
+BITS = {code: row.bits for code, row in DTYPE_OF_CODE.items()}
 
 ADDRESSABLE = (1 << 63) - 1
 """The most bits in one tensor, and the last place in a file. numpy and the safetensors library stop near here, even for
 tensors that are empty because another of their dimensions is 0."""
 
 
-def addressable(shape: Sequence[int], bits: int) -> bool:
+def is_addressable(shape: Sequence[int], bits: int) -> bool:
     """Whether 64-bit readers can hold a shape: the product of its dimensions, with 1 in place of 0, must not overflow.
 
-    >>> addressable((1 << 62, 4, 0), 8)
+    >>> is_addressable((1 << 62, 4, 0), 8)
     False
     """
     for n in shape:
@@ -240,10 +240,10 @@ def addressable(shape: Sequence[int], bits: int) -> bool:
 class HeaderColumns(Value, frozen=True):
     """The entries of a checked header, in their order."""
 
-    outlines: Sequence[Outline]
+    kinds: Sequence[TensorKind]
     """Dtypes and shapes, each pair once."""
-    outline: array[int]
-    """For each entry a position in `outlines`."""
+    kind_indices: array[int]
+    """For each entry its index in `kinds`."""
     starts: array[int]
     """For each entry its first byte in the file."""
     nbytes: array[int]
@@ -256,11 +256,11 @@ class HeaderRecord(Value, frozen=True):
     """CRC-32 of each tensor, in the order of the header; empty if not recorded."""
     recorded: Recorded | None = None
     notes: tuple[str, ...] = ()
-    rest: str | None = None
+    metadata_file: str | None = None
     """The file beside this one with the rest of the metadata."""
-    changed: Corrupted | None = None
+    mismatch: Corrupted | None = None
     """How the file differs from its record, for a verification."""
-    present: bool = False
+    is_present: bool = False
 
 
 NO_RECORD = HeaderRecord()
@@ -276,7 +276,7 @@ def check_layout(
     All arithmetic is on Python's integers, which do not overflow. A dtype and shape is judged once. One pass checks all; it is
     written for the honest file, where the tensors lie in the order of the header, and leaves every other one to a second look.
     """
-    outlines: list[Outline] = []
+    outlines: list[TensorKind] = []
     judged: dict[str, dict[tuple[int, ...], tuple[int, int | None]]] = {}
     lengths: list[int] = []
     outline: list[int] = []
@@ -329,7 +329,7 @@ def _outline_nbytes(dtype: str, shape: tuple[int, ...], limits: Limits) -> int |
         not bits
         or len(shape) > limits.rank
         or min(shape, default=0) < 0
-        or (0 in shape and not addressable(shape, bits))
+        or (0 in shape and not is_addressable(shape, bits))
     ):
         return None
     count = bits * math.prod(shape)
@@ -385,7 +385,7 @@ def _explain(name: str, entry: HeaderEntry, limits: Limits, *, file: str | None)
         _refuse(
             name, ("data_offsets", 1), f"the end {end:,} lies before the begin {begin:,}", file=file
         )
-    if not addressable(entry.shape, bits):
+    if not is_addressable(entry.shape, bits):
         _refuse(
             name,
             ("shape",),

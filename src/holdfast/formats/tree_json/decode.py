@@ -24,7 +24,7 @@ from holdfast.core.value import replace
 from holdfast.errors import HeaderError, LimitExceeded, MetadataError, PickleError
 from holdfast.formats.pickle.plain import PATH_CHARACTERS, PLAIN_TYPES, DefaultDict
 from holdfast.formats.pickle.table import Spending
-from holdfast.formats.safetensors.schema import addressable
+from holdfast.formats.safetensors.schema import is_addressable
 from holdfast.formats.torch.composites import Apart, check_composite
 from holdfast.formats.tree_json import scalars
 from holdfast.formats.tree_json.encode import FLAGS, TAG
@@ -177,7 +177,7 @@ class Decoder:
         if (
             len(checked) != len(lengths)
             or len(checked) > self.limits.rank
-            or not addressable(checked, 8)
+            or not is_addressable(checked, 8)
         ):
             refuse("expected a list of lengths", (at, "shape"))
         return checked
