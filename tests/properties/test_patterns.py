@@ -1,10 +1,9 @@
-"""Globs against an oracle that tries every end of every part, and the order of names against numbers."""
+"""Globs against an oracle that tries every possible match, and the natural order of names."""
 
 import fnmatch
 import re
-from functools import reduce
 
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.order import natural_sort_key, sort_naturally
@@ -17,109 +16,142 @@ from holdfast.core.patterns import (
 )
 from tests.sampling import examples
 
-
-class Part:
-    """A part of a glob: how it is written, where it may end in a name if it begins somewhere, and texts that it means."""
-
-    def __init__(self, text, ends, sample):
-        self.text, self.ends, self.sample = text, ends, sample
+CHARACTERS = "ab.01"
 
 
-def literal(char):
-    said = f"[{char}]" if char in "*?[{" else char
-    return Part(
-        said, lambda name, at: {at + 1} if name[at : at + 1] == char else set(), st.just(char)
-    )
+class Component:
+    """A component of a glob, with an oracle for what it matches.
+
+    Attributes:
+        text: The component as it is written in a glob.
+        find_stops: Takes a name and an index. Returns all indices where a match may stop that
+            starts at this index.
+        sample: A Hypothesis strategy for texts that the component matches.
+    """
+
+    def __init__(self, text, find_stops, sample):
+        self.text = text
+        self.find_stops = find_stops
+        self.sample = sample
 
 
-def row(parts):
-    return Part(
-        "".join(part.text for part in parts),
-        lambda name, at: reduce(
-            lambda starts, part: set().union(*(part.ends(name, s) for s in starts)), parts, {at}
-        ),
-        st.tuples(*(part.sample for part in parts)).map("".join),
-    )
+def make_literal(character):
+    """Return a component that matches one character."""
+
+    def find_stops(name, start):
+        return {start + 1} if name[start : start + 1] == character else set()
+
+    text = f"[{character}]" if character in "*?[{" else character
+    return Component(text, find_stops, st.just(character))
 
 
-def one_of(choices):
-    said = "{" + ",".join(one.text for one in choices) + "}"
-    return Part(
-        said,
-        lambda name, at: set().union(*(c.ends(name, at) for c in choices)),
-        st.one_of(*(c.sample for c in choices)),
-    )
+def make_sequence(components):
+    """Return a component that matches several components, one after the other."""
+
+    def find_stops(name, start):
+        stops = {start}
+        for component in components:
+            stops = set().union(*(component.find_stops(name, stop) for stop in stops))
+        return stops
+
+    text = "".join(component.text for component in components)
+    samples = st.tuples(*(component.sample for component in components))
+    return Component(text, find_stops, samples.map("".join))
 
 
-def numbers(pair):
-    low, high, width = pair
-    texts = [str(number).zfill(width) for number in range(min(low, high), max(low, high) + 1)]
-    said = [str(number).zfill(width) for number in (low, high)]
-    sample = st.sampled_from(texts)
-    return Part(
-        f"{{{said[0]}..{said[1]}}}",
-        lambda name, at: {at + len(t) for t in texts if name.startswith(t, at)},
-        sample,
-    )
+def make_choice(components):
+    """Return braces that match one of several components."""
+
+    def find_stops(name, start):
+        return set().union(*(component.find_stops(name, start) for component in components))
+
+    text = "{" + ",".join(component.text for component in components) + "}"
+    return Component(text, find_stops, st.one_of(*(component.sample for component in components)))
 
 
-def chars(drawn):
-    inside, negated = drawn
-    sample = st.sampled_from(sorted(set("ab.01-") - inside if negated else inside))
-    return Part(
-        f"[{'!' if negated else ''}{''.join(sorted(inside))}]",
-        lambda name, at: {at + 1} if at < len(name) and (name[at] in inside) != negated else set(),
-        sample,
-    )
+def make_range(ends_and_width):
+    """Return a range of numbers, with leading zeros if the width is not 0."""
+    first, last, width = ends_and_width
+    numbers = range(min(first, last), max(first, last) + 1)
+    texts = [str(number).zfill(width) for number in numbers]
+
+    def find_stops(name, start):
+        return {start + len(text) for text in texts if name.startswith(text, start)}
+
+    text = f"{{{str(first).zfill(width)}..{str(last).zfill(width)}}}"
+    return Component(text, find_stops, st.sampled_from(texts))
 
 
-ANY = Part("*", lambda name, at: set(range(at, len(name) + 1)), st.text("ab.01", max_size=4))
-ONE = Part("?", lambda name, at: {at + 1} if at < len(name) else set(), st.sampled_from("ab.01"))
+def make_set(characters_and_negation):
+    """Return a set of characters, or of all other characters."""
+    characters, is_negated = characters_and_negation
 
-# Commas and closing braces mean something inside of braces only; there they would have to be written as sets.
-LITERALS = st.sampled_from("ab.01-*?[{").map(literal)
-NUMBERS = (
+    def find_stops(name, start):
+        is_match = start < len(name) and (name[start] in characters) != is_negated
+        return {start + 1} if is_match else set()
+
+    matching_characters = characters
+    if is_negated:
+        matching_characters = set(CHARACTERS + "-") - characters
+    text = f"[{'!' if is_negated else ''}{''.join(sorted(characters))}]"
+    return Component(text, find_stops, st.sampled_from(sorted(matching_characters)))
+
+
+def find_stops_of_star(name, start):
+    return set(range(start, len(name) + 1))
+
+
+def find_stops_of_question_mark(name, start):
+    return {start + 1} if start < len(name) else set()
+
+
+STAR = Component("*", find_stops_of_star, st.text(CHARACTERS, max_size=4))
+QUESTION_MARK = Component("?", find_stops_of_question_mark, st.sampled_from(CHARACTERS))
+
+# Commas and closing braces are left out: inside of braces they would have to be written as sets.
+LITERALS = st.sampled_from(CHARACTERS + "-*?[{").map(make_literal)
+RANGES = (
     st.tuples(st.integers(0, 130), st.integers(0, 130), st.just(0) | st.just(3))
-    .filter(lambda n: not n[2] or min(n[:2]) < 100)
-    .map(numbers)
+    # With leading zeros, at least one end must have some.
+    .filter(lambda ends_and_width: not ends_and_width[2] or min(ends_and_width[:2]) < 100)
+    .map(make_range)
 )
-SETS = st.tuples(st.sets(st.sampled_from("ab.01"), min_size=1), st.booleans()).map(chars)
-FLAT = st.one_of(LITERALS, LITERALS, st.just(ANY), st.just(ANY), st.just(ONE), SETS, NUMBERS)
-ROWS = st.recursive(
-    st.lists(FLAT, max_size=8).map(row),
-    lambda inner: st.lists(
-        st.one_of(FLAT, st.lists(inner, min_size=2, max_size=3).map(one_of)), max_size=3
-    ).map(row),
-    max_leaves=6,
+SETS = st.tuples(st.sets(st.sampled_from(CHARACTERS), min_size=1), st.booleans()).map(make_set)
+SIMPLE_COMPONENTS = st.one_of(
+    LITERALS, LITERALS, st.just(STAR), st.just(STAR), st.just(QUESTION_MARK), SETS, RANGES
 )
-NAMES = st.lists(st.text("ab.01*?[{-", max_size=8) | st.integers(0, 140).map(str), max_size=3).map(
-    "".join
-)
+
+
+def nest(globs):
+    """Return a strategy for globs with braces that contain globs."""
+    choices = st.lists(globs, min_size=2, max_size=3).map(make_choice)
+    return st.lists(st.one_of(SIMPLE_COMPONENTS, choices), max_size=3).map(make_sequence)
+
+
+GLOBS = st.recursive(st.lists(SIMPLE_COMPONENTS, max_size=8).map(make_sequence), nest, max_leaves=6)
+NAME_PIECES = st.text(CHARACTERS + "*?[{-", max_size=8) | st.integers(0, 140).map(str)
+NAMES = st.lists(NAME_PIECES, max_size=3).map("".join)
 
 
 @settings(deadline=None, max_examples=examples(600))
-@given(ROWS, st.data())
-def test_a_glob_is_what_the_oracle_says(part, data):
-    found = compile_glob(part.text)
-    for text in (data.draw(part.sample), data.draw(part.sample), data.draw(NAMES)):
-        at = data.draw(st.integers(0, len(text)))
-        for name in (
-            text,
-            text[:at] + text[at + 1 :],
-            text[:at] + data.draw(st.sampled_from("ab.01")) + text[at:],
-        ):
-            assert found.matches(name) == (name == part.text or len(name) in part.ends(name, 0)), (
-                part.text,
-                name,
-            )
+@given(GLOBS, st.data())
+def test_a_glob_matches_what_the_oracle_matches(glob, data):
+    compiled_glob = compile_glob(glob.text)
+    for text in (data.draw(glob.sample), data.draw(glob.sample), data.draw(NAMES)):
+        index = data.draw(st.integers(0, len(text)))
+        character = data.draw(st.sampled_from(CHARACTERS))
+        shortened_text = text[:index] + text[index + 1 :]
+        extended_text = text[:index] + character + text[index:]
+        for name in (text, shortened_text, extended_text):
+            is_match = name == glob.text or len(name) in glob.find_stops(name, 0)
+            assert compiled_glob.matches(name) == is_match, (glob.text, name)
 
 
 @settings(deadline=None, max_examples=examples(400))
 @given(st.text("ab*?[]!", max_size=7), st.text("ab[]!", max_size=6))
-def test_without_braces_it_is_a_glob_of_the_shell(pattern, name):
-    assert compile_glob(pattern).matches(name) == (
-        name == pattern or fnmatch.fnmatchcase(name, pattern)
-    )
+def test_a_glob_without_braces_matches_as_in_a_shell(pattern, name):
+    is_match = name == pattern or fnmatch.fnmatchcase(name, pattern)
+    assert compile_glob(pattern).matches(name) == is_match
 
 
 @settings(deadline=None, max_examples=examples(300))
@@ -131,27 +163,44 @@ def test_a_name_means_itself_and_what_is_below_it(name):
 
 @settings(deadline=None, max_examples=examples(400))
 @given(st.lists(st.text("ab.", max_size=3), min_size=2, max_size=4), st.text("ab.", max_size=12))
-def test_a_star_stands_for_as_much_as_it_can_from_the_left(pieces, name):
-    """As the greedy groups of a regular expression do, which takes its time."""
-    pattern = "*".join(pieces)
-    slow = re.compile("(.*)".join(map(re.escape, pieces)), re.DOTALL).fullmatch(name)
-    if "**" in pattern:
+def test_stars_are_greedy_from_left_to_right(texts, name):
+    """The oracle is a regular expression with greedy groups, which may take exponential time."""
+    pattern = "*".join(texts)
+    assume("**" not in pattern)
+    match = re.compile("(.*)".join(map(re.escape, texts)), re.DOTALL).fullmatch(name)
+    if match is None:
+        assert compile_glob(pattern).match_stars(name) is None
         return
-    assert compile_glob(pattern).match_stars(name) == (None if slow is None else slow.groups())
-    stars = pattern.count("*")
-    if slow is not None:
-        assert make_renamer([(pattern, "|".join(["*"] * stars))])(name) == "|".join(slow.groups())
+    assert compile_glob(pattern).match_stars(name) == match.groups()
+    new_pattern = "|".join(["*"] * pattern.count("*"))
+    assert make_renamer([(pattern, new_pattern)])(name) == "|".join(match.groups())
 
 
 @settings(deadline=None, max_examples=examples(400))
-@given(st.lists(ROWS, min_size=1, max_size=3), st.data())
-def test_a_column_of_names_is_matched_as_each_name(parts, data):
-    patterns = [part.text for part in parts]
-    names = [data.draw(st.one_of(NAMES, *(part.sample for part in parts))) for _ in range(6)]
-    names += [pattern + below for pattern in patterns for below in ("", ".w", "w")]
-    assert match_names(patterns, names) == [
-        any(make_matcher(pattern)(name) for pattern in patterns) for name in names
-    ]
+@given(st.lists(GLOBS, min_size=1, max_size=3), st.data())
+def test_many_names_are_matched_as_each_name(globs, data):
+    patterns = [glob.text for glob in globs]
+    samples = st.one_of(NAMES, *(glob.sample for glob in globs))
+    names = [data.draw(samples) for _ in range(6)]
+    for pattern in patterns:
+        names += [pattern, f"{pattern}.w", f"{pattern}w"]
+
+    matchers = [make_matcher(pattern) for pattern in patterns]
+    expected = [any(matches(name) for matches in matchers) for name in names]
+    assert match_names(patterns, names) == expected
+
+
+def rename_by_oracle(renames, name):
+    """Return the new name by the first rename that matches."""
+    for old, new in renames:
+        star_texts = compile_glob(old).match_stars(name)
+        if star_texts is not None and len(star_texts) == old.count("*"):
+            for star_text in star_texts:
+                new = new.replace("*", star_text.replace("*", "?"), 1)
+            return new
+        if "*" not in old and name.startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return name
 
 
 @settings(deadline=None, max_examples=examples(300))
@@ -159,45 +208,39 @@ def test_a_column_of_names_is_matched_as_each_name(parts, data):
     st.lists(st.sampled_from(["a.*", "*.b", "a*b", "*", "a", "b.a", "*a*"]), max_size=3),
     st.lists(st.text("ab.", max_size=6), max_size=6),
 )
-def test_names_become_what_the_first_rule_says(olds, names):
-    renames = [(old, old.replace("*", "<*>") + "!") for old in olds]
-
-    def oracle(name):
-        for old, new in renames:
-            stars = compile_glob(old).match_stars(name)
-            if stars is not None and len(stars) == old.count("*"):
-                for star in stars:
-                    new = new.replace("*", star.replace("*", "?"), 1)
-                return new
-            if "*" not in old and name.startswith(f"{old}."):
-                return new + name[len(old) :]
-        return name
-
-    assert rename_names(renames, names) == [oracle(name) for name in names]
+def test_the_first_rename_that_matches_is_used(old_patterns, names):
+    renames = [(old, old.replace("*", "<*>") + "!") for old in old_patterns]
+    assert rename_names(renames, names) == [rename_by_oracle(renames, name) for name in names]
 
 
-PARTS = st.sampled_from(["a", "b", "layers", "_", ".", "007", "0", "00"]) | st.integers(
-    0, 10**6
-).map(str)
-MIXED = st.lists(PARTS, max_size=6).map("".join)
+PIECES = st.sampled_from(["a", "b", "layers", "_", ".", "007", "0", "00"])
+NUMBERS = st.integers(0, 10**6).map(str)
+NUMBERED_NAMES = st.lists(PIECES | NUMBERS, max_size=6).map("".join)
 
 
-@given(st.lists(MIXED, max_size=8))
-def test_the_order_of_names_is_total_and_that_of_their_numbers(names):
-    def oracle(name):
-        return [int(x) if x.isdecimal() else x for x in re.split("([0-9]+)", name)], name
-
-    assert sorted(names, key=natural_sort_key) == sorted(names, key=oracle)
-    for one in names:
-        for other in names:
-            assert (natural_sort_key(one) == natural_sort_key(other)) == (one == other)
+def sort_key_by_oracle(name):
+    """Return the texts and numbers of a name, and the name for equal numbers."""
+    pieces = re.split("([0-9]+)", name)
+    return [int(piece) if piece.isdecimal() else piece for piece in pieces], name
 
 
-@given(st.lists(MIXED, unique=True, max_size=10))
-def test_what_differs_in_no_number_stays_as_it_was(names):
-    found = sort_naturally(names)
-    assert sorted(found) == sorted(names)
-    assert sort_naturally(found) == found
-    without = [re.sub("[0-9]+", "0", name) for name in names]
-    if len(set(without)) == len(names) and not any("." in name for name in names):
-        assert found == names
+@given(st.lists(NUMBERED_NAMES, max_size=8))
+def test_names_are_sorted_by_their_numbers(names):
+    assert sorted(names, key=natural_sort_key) == sorted(names, key=sort_key_by_oracle)
+
+
+@given(NUMBERED_NAMES, NUMBERED_NAMES)
+def test_different_names_have_different_sort_keys(first_name, second_name):
+    is_equal = natural_sort_key(first_name) == natural_sort_key(second_name)
+    assert is_equal == (first_name == second_name)
+
+
+@given(st.lists(NUMBERED_NAMES, unique=True, max_size=10))
+def test_names_that_differ_in_more_than_a_number_keep_their_order(names):
+    sorted_names = sort_naturally(names)
+    assert sorted(sorted_names) == sorted(names)
+    assert sort_naturally(sorted_names) == sorted_names
+
+    names_without_numbers = {re.sub("[0-9]+", "0", name) for name in names}
+    if len(names_without_numbers) == len(names) and not any("." in name for name in names):
+        assert sorted_names == names
