@@ -176,7 +176,11 @@ def count_slices(scattered: bool):
             tensor = checkpoint["w"]
             wanted = [tensor[place] for place in places(*tensor.shape, scattered)]
             cost = estimate_read_cost([Request(t, t.empty()) for t in wanted])
-        return {"reads": cost.read_count, "read_nbytes": cost.read_nbytes, "wanted_nbytes": cost.wanted_nbytes}
+        return {
+            "reads": cost.read_count,
+            "read_nbytes": cost.read_nbytes,
+            "wanted_nbytes": cost.wanted_nbytes,
+        }
 
     return job
 
