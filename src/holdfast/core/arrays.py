@@ -31,10 +31,14 @@ def shape_columns(shapes: Sequence[tuple[int, ...]]) -> Ints:
     # A checkpoint has many tensors of few different shapes, so only these are padded.
     shape_indices = {shape: index for index, shape in enumerate(dict.fromkeys(shapes))}
     max_rank = max(map(len, shape_indices), default=0)
-    padded_shapes = [(*shape, *[1] * (max_rank - len(shape))) for shape in shape_indices]
-
+    padded_shapes = []
+    for shape in shape_indices:
+        padding = (1,) * (max_rank - len(shape))
+        padded_shapes.append(shape + padding)
     columns = np.array(padded_shapes, np.int64).reshape(len(padded_shapes), max_rank).T
-    column_indices = np.fromiter(map(shape_indices.__getitem__, shapes), np.int64, len(shapes))
+
+    indices = map(shape_indices.__getitem__, shapes)
+    column_indices = np.fromiter(indices, np.int64, len(shapes))
     return columns.take(column_indices, axis=1)
 
 

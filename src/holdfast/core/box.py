@@ -155,9 +155,11 @@ class Box(Value, frozen=True, gc=False):
         >>> Box((4, 2), (6, 3)).relative_to((4, 0))
         Box(start=(0, 2), stop=(2, 3))
         """
+        starts = zip(self.start, origin, strict=True)
+        stops = zip(self.stop, origin, strict=True)
         return Box(
-            tuple(start - offset for start, offset in zip(self.start, origin, strict=True)),
-            tuple(stop - offset for stop, offset in zip(self.stop, origin, strict=True)),
+            tuple(start - offset for start, offset in starts),
+            tuple(stop - offset for stop, offset in stops),
         )
 
     def split(self, axis: int, count: int) -> Iterator[Box]:
@@ -218,7 +220,10 @@ def run_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def _yield_run_boxes(
-    outer_index: tuple[int, ...], inner_shape: tuple[int, ...], start: int, stop: int
+    outer_index: tuple[int, ...],
+    inner_shape: tuple[int, ...],
+    start: int,
+    stop: int,
 ) -> Iterator[Box]:
     """Yield the boxes of a run that lies inside of `tensor[outer_index]`.
 

@@ -74,7 +74,10 @@ def compute_second_crc(whole_crc: int, first_crc: int, second_nbytes: int) -> in
 
 
 def has_crcs(
-    data: memoryview, starts: Sequence[int], stops: Sequence[int], crcs: Sequence[int]
+    data: memoryview,
+    starts: Sequence[int],
+    stops: Sequence[int],
+    crcs: Sequence[int],
 ) -> bool:
     """Return whether pieces of a buffer have these checksums.
 

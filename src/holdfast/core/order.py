@@ -40,8 +40,9 @@ def natural_sort_key(name: str) -> tuple[tuple[str | NumberKey, ...], str]:
     """
     # `split` returns texts and digits in turns, so keys of two names never compare a text with a
     # number.
-    parts: list[str | NumberKey] = list(DIGITS.split(name))
-    parts[1::2] = [_make_number_key(str(digits)) for digits in parts[1::2]]
+    texts_and_digits = DIGITS.split(name)
+    parts: list[str | NumberKey] = [*texts_and_digits]
+    parts[1::2] = map(_make_number_key, texts_and_digits[1::2])
 
     # The name itself tells numbers apart that differ only in leading zeros.
     return tuple(parts), name

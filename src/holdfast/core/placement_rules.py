@@ -89,7 +89,11 @@ def _parse_axes(text: str) -> dict[str, int] | None:
     return axes
 
 
-def default_axes(name: str, shape: tuple[int, ...], mesh: Mapping[str, int]) -> dict[str, int]:
+def default_axes(
+    name: str,
+    shape: tuple[int, ...],
+    mesh: Mapping[str, int],
+) -> dict[str, int]:
     """Return the dimension that each axis of a mesh shards if no rule matches a tensor.
 
     A dimension that is shorter than the number of ranks is not sharded. Tensor parallelism also

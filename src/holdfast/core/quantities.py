@@ -121,7 +121,13 @@ def parse_nbytes(size: object, name: str = "a size") -> int:
     return nbytes
 
 
-def parse_count(value: object, name: str, *, minimum: int = 1, maximum: int | None = None) -> int:
+def parse_count(
+    value: object,
+    name: str,
+    *,
+    minimum: int = 1,
+    maximum: int | None = None,
+) -> int:
     """Return a whole number from an integer, from a float without a fraction, or from digits.
 
     Args:
@@ -250,7 +256,10 @@ def _parse_percentage(text: str) -> float | None:
 
 
 def _parse_amount(
-    text: str, units: dict[str, float] | dict[str, int], *, optional_suffix: str = ""
+    text: str,
+    units: dict[str, float] | dict[str, int],
+    *,
+    optional_suffix: str = "",
 ) -> float | None:
     """Return the number in a text times its unit, or None if the text is something else.
 

@@ -33,7 +33,10 @@ class SignalOverride:
     """
 
     def __init__(
-        self, catch: Callable[[int, FrameType | None], None], *, is_wanted: Callable[[], bool]
+        self,
+        catch: Callable[[int, FrameType | None], None],
+        *,
+        is_wanted: Callable[[], bool],
     ) -> None:
         self._catch = catch
         self._is_wanted = is_wanted

@@ -372,9 +372,11 @@ def _raise_first_flaw(document: object, file: str | None, start: int) -> None:
 
         # The last item of the list is the next one to be examined.
         if isinstance(value, list):
-            pending += [((path, index), value[index]) for index in reversed(range(len(value)))]
+            for index in reversed(range(len(value))):
+                pending.append(((path, index), value[index]))
         elif isinstance(value, dict):
-            pending += [((path, key), value[key]) for key in reversed(value)]
+            for key in reversed(value):
+                pending.append(((path, key), value[key]))
 
 
 def _find_flaw(value: object) -> str | None:

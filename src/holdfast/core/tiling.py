@@ -148,7 +148,10 @@ def is_tiled_by(outer_box: Box, boxes: Iterable[Box]) -> bool:
         return False
     if not all(outer_box.contains(box) for box in filled):
         return False
-    relative_boxes = [(tuple(map(sub, box.start, outer_box.start)), box.shape) for box in filled]
+    relative_boxes = []
+    for box in filled:
+        relative_start = tuple(map(sub, box.start, outer_box.start))
+        relative_boxes.append((relative_start, box.shape))
     return is_shape_tiled(outer_box.shape, relative_boxes)
 
 
