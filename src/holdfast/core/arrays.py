@@ -74,11 +74,12 @@ def inner_product(a: np.ndarray, b: np.ndarray) -> float:
     >>> inner_product(np.array([1.0, 2.0]), np.array([3.0, 4.0]))
     11.0
     """
+    # BLAS multiplies whole rows of `DOT_ELEMENTS`, in a third of the time of einsum. The remaining
+    # elements are left to einsum.
     blas_count = len(a) // DOT_ELEMENTS * DOT_ELEMENTS
     with np.errstate(over="ignore", invalid="ignore"):
         total = float(np.einsum("i,i->", a[blas_count:], b[blas_count:]))
         if blas_count:
-            # BLAS takes a third of the time of einsum.
             rows = a[:blas_count].reshape(-1, 1, DOT_ELEMENTS)
             columns = b[:blas_count].reshape(-1, DOT_ELEMENTS, 1)
             total += float(np.matmul(rows, columns).sum())

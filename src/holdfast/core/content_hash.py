@@ -118,10 +118,10 @@ class ContentHasher:
             self._block_digests[0] = xxh3_128_digest(b"")
 
     def add(self, start: int, data: Bytes) -> None:
-        """Add a piece.
+        """Add a piece of the bytes, and hash the blocks that it completes.
 
         Args:
-            start: The offset of the piece.
+            start: The offset of the piece in the bytes.
             data: The bytes of the piece. The memory may be used again after the call.
         """
         view = memoryview(data)

@@ -150,10 +150,8 @@ def _make_rows() -> list[DType]:
     rows = []
     for name, scalar, code, storage, kind in PLAIN_TYPES:
         array_dtype = np.dtype(scalar)
-        torch_name = name
-        rows.append(
-            DType(name, 8 * array_dtype.itemsize, array_dtype, code, torch_name, storage, kind)
-        )
+        bits = 8 * array_dtype.itemsize
+        rows.append(DType(name, bits, array_dtype, code, name, storage, kind))
 
     # Older versions of numpy and ml_dtypes have no scalar for these complex numbers, so each is a
     # record of two fields.

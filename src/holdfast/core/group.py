@@ -325,7 +325,16 @@ class SeveralRanks(Ranks):
     def _decide(
         self, messages: list[RankMessage], decide: DecideFunction
     ) -> tuple[list[bytes], Exception | None]:
-        """On the first rank, return the answers to all ranks, and the exception of `decide`."""
+        """Decide a phase, on the first rank.
+
+        Args:
+            messages: The messages of all ranks. If one of them is an error, `decide` is not called.
+            decide: Returns the answer to each rank.
+
+        Returns:
+            The answers to all ranks, with their first bytes. The exception that `decide` raised, to
+            be the cause of the error on this rank.
+        """
         decision_error: Exception | None = None
         failure = self._find_failure(messages)
         if failure is None:
@@ -334,7 +343,8 @@ class SeveralRanks(Ranks):
                 # Equal answers are one object, so that `_answer` can recognize and send it once.
                 answers: dict[bytes, bytes] = {}
                 for decision in decisions:
-                    answers.setdefault(decision, DECIDED + decision)
+                    if decision not in answers:
+                        answers[decision] = DECIDED + decision
                 return [answers[decision] for decision in decisions], None
             except DurabilityUncertain as error:
                 text = RankMessage.from_error("", error).cause.encode("utf-8", "replace")
@@ -367,6 +377,7 @@ class SeveralRanks(Ranks):
         if not causes:
             return None
 
+        # Details become part of the common error if they apply to all ranks that failed.
         failure = FailedPhase(causes)
         failed_messages = [messages[rank] for rank in causes]
         if all(message.problems is not None for message in failed_messages):
@@ -461,7 +472,7 @@ def divide_work(
         ranks: The ranks, each of which calls this function.
         nbytes: How much there is to do for each piece, the same on all ranks.
         work: Called with the indices of the pieces for this rank. Returns a result for each.
-        result_type: The type of a result, for msgspec.
+        result_type: The type of a result. What other ranks send is checked against it.
         common: Other data that must be the same on all ranks.
 
     Returns:

@@ -78,7 +78,7 @@ class Limits(Value, frozen=True):
                 count = parse_nbytes(value, option)
             else:
                 count = parse_count(value, option, minimum=0)
-            # The class is frozen, so that a limit cannot be raised by accident.
+            # Fields of a frozen class cannot be assigned in the usual way.
             force_setattr(self, field, count)
 
 

@@ -98,7 +98,7 @@ def find_overlaps(
     destination_boxes: Sequence[Sequence[Box] | None],
     replacements: Mapping[int, LazyTensor] | None = None,
 ) -> Overlaps:
-    """Find the elements of a checkpoint for each box of the destinations.
+    """Find the elements of a checkpoint for each box of the destinations, the tensors of a model.
 
     Args:
         table: The tensors of the checkpoint.
@@ -120,6 +120,8 @@ def find_overlaps(
         if tensor is None:
             is_one_range = is_whole[table.kind_indices[row]] and row not in table.irregular
             if boxes is None and is_one_range:
+                # The bytes of the row are read straight into the destination. This is the usual
+                # case, and needs no object.
                 overlaps.pair_indices.append(pair_index)
                 overlaps.box_indices.append(0)
                 continue

@@ -54,7 +54,7 @@ SHOWN_TYPES = (str, bytes, int, float, complex, type(None))
 def describe_value(value: object) -> str:
     """Return a value as it is shown in an error message, shortened if it is long.
 
-    Containers and other objects are described by their type.
+    Small containers of plain values are shown with their type, and other objects only by it.
 
     >>> describe_value("x"), describe_value(3), describe_value([1])
     ("'x'", '3', '[1] (a list)')

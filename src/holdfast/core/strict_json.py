@@ -120,8 +120,9 @@ def parse_values(
         The values by their names.
 
     Raises:
-        HeaderError: As for `parse`.
-        LimitExceeded: As for `parse`.
+        HeaderError: A value is not JSON, or programs would understand it in different ways, or all
+            values together have too many lists and objects.
+        LimitExceeded: A value nests more deeply than `limits.depth`.
     """
     count = 0
     for raw in raw_values.values():

@@ -188,6 +188,7 @@ def is_shape_tiled_by_columns(shape: tuple[int, ...], starts: Ints, stops: Ints)
         starts = starts[:, is_filled]
         stops = stops[:, is_filled]
 
+    # Boxes that are cut along one dimension are ranges of it, which can be compared directly.
     cut_axes = []
     for axis, length in enumerate(shape):
         if starts[axis].any() or (stops[axis] != length).any():
