@@ -122,22 +122,27 @@ class OpenFile:
 class Folder:
     """An open directory. It stays the same directory even if another one takes its path."""
 
-    def __init__(self, path: str, *, instead_of: str | None = None) -> None:
+    def __init__(
+        self, path: str, *, file: OpenFile | None = None, instead_of: str | None = None
+    ) -> None:
         """Open a directory.
 
         Args:
             path: The path of the directory.
+            file: The directory, if it is open already.
             instead_of: The path that this directory replaces after an interrupted save, because the
                 directory with that path is missing.
         """
         self.path = path
         self._instead_of = instead_of
-        status = self._open_directory()
+        status = self._open_directory(file)
         self._identity = status.st_dev, status.st_ino
 
-    def _open_directory(self) -> os.stat_result:
-        self._file = OpenFile(os.open(self.path, os.O_RDONLY | DIRECTORY | OPEN_FLAGS))
-        return os.fstat(self._file.descriptor)
+    def _open_directory(self, file: OpenFile | None) -> os.stat_result:
+        if file is None:
+            file = OpenFile(os.open(self.path, os.O_RDONLY | DIRECTORY | OPEN_FLAGS))
+        self._file = file
+        return os.fstat(file.descriptor)
 
     def is_in_place(self) -> bool:
         """Return whether the path still leads to this directory.
@@ -271,7 +276,7 @@ class PathFolder(Folder):
     the second time by itself, would go unnoticed.
     """
 
-    def _open_directory(self) -> os.stat_result:
+    def _open_directory(self, file: OpenFile | None) -> os.stat_result:
         return os.stat(self.path)
 
     @contextmanager
@@ -299,10 +304,12 @@ def _is_listed_folder(prefix: str, name: str) -> bool:
     return prefix.count("/") == 1 and (is_known_name or prefix == f"{UNIVERSAL_FOLDER}/")
 
 
-def open_folder(path: str, *, instead_of: str | None = None) -> Folder:
-    """Open a directory in the way that this system supports."""
+def open_folder(
+    path: str, *, file: OpenFile | None = None, instead_of: str | None = None
+) -> Folder:
+    """Open a directory in the way that this system supports. The arguments are those of `Folder`."""
     folder_type = Folder if OPENS_DIRECTORIES else PathFolder
-    return folder_type(path, instead_of=instead_of)
+    return folder_type(path, file=file, instead_of=instead_of)
 
 
 def check_regular_file(file: OpenFile, label: str) -> os.stat_result:
@@ -373,10 +380,15 @@ class LocalStore(Store):
             self._pattern = ""
             if "*" in self.name:
                 self._root, self._pattern = _split_pattern(self.name)
-            file = OpenFile(os.open(self._root, READ_FLAGS)) if OPENS_DIRECTORIES else None
-            status = os.stat(self._root) if file is None else os.fstat(file.descriptor)
+
+            file: OpenFile | None = None
+            if OPENS_DIRECTORIES:
+                file = OpenFile(os.open(self._root, READ_FLAGS))
+                status = os.fstat(file.descriptor)
+            else:
+                status = os.stat(self._root)
             if stat.S_ISDIR(status.st_mode):
-                self._folder = open_folder(self._root, instead_of=instead_of)
+                self._folder = open_folder(self._root, file=file, instead_of=instead_of)
             elif file is not None and stat.S_ISREG(status.st_mode):
                 self._handles[self._single] = FileHandle(file, status)
         except (OSError, UnicodeEncodeError) as error:
@@ -385,7 +397,9 @@ class LocalStore(Store):
 
     @property
     def single_key(self) -> str | None:
-        return super().single_key if self.is_folder else self._single
+        if self.is_folder:
+            return super().single_key
+        return self._single
 
     def get_folder_store(self) -> Store | None:
         """Return a store of the folder that contains this file. Some formats have more files there.
@@ -464,11 +478,9 @@ class LocalStore(Store):
             if not nbytes:
                 return memoryview(b"")
             if handle.mapping is None:
+                file = handle.file or self._reopen(key, handle)
                 try:
-                    file = handle.file or self._reopen(key, handle)
                     handle.mapping = memoryview(platform.map_private(file.descriptor, nbytes))
-                except HoldfastError:
-                    raise
                 except (OSError, ValueError) as error:
                     if isinstance(error, OSError) and error.errno in TOO_MANY_FILES_ERRNOS:
                         return None
@@ -487,7 +499,8 @@ class LocalStore(Store):
 
     def identity(self, key: str = "") -> Hashable:
         """Return the real path, which is equal for two paths to one file."""
-        return "file", os.path.realpath(self._label(key) if key else self.name)
+        path = self._label(key) if key else self.name
+        return "file", os.path.realpath(path)
 
     def find_changed(self) -> Keys:
         """Return the files that were written to since they were opened.
