@@ -35,8 +35,8 @@ Words that all modules share, in addition to the list of the project (docs/desig
 
 - A **piece** of a range lies in one block of its file. A **joined read** covers one piece or
   several, and the gaps between them.
-- The **inner axes** of a chunk are part of each of its ranges. Every point of its **outer axes** has
-  a range of its own.
+- The **inner axes** of a chunk are part of each of its ranges. Every point of its **outer axes**
+  has a range of its own.
 - The **root** of an array is the array that owns its memory.
 - A **member** is one of several storages or tables that are used as one.
 - The **original** of a computed tensor is the tensor that it is computed of.

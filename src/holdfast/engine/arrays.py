@@ -75,8 +75,9 @@ def _map_array(array: np.ndarray) -> memoryview:
 def describe_arrays(values: list[object]) -> TensorColumns:
     """Describe numpy arrays as columns of a table.
 
-    An array becomes a row if its dtype exists in files, and if it owns its memory, is a view of an
-    array that owns its memory, or uses the memory of a buffer. All other arrays are left out.
+    The root of an array is the array whose view it is, or the array itself. An array becomes a row
+    if its dtype exists in files, and if its root is not a view and has no gaps between elements.
+    All other arrays are left out; the caller describes them one by one.
 
     Args:
         values: The arrays.
@@ -113,19 +114,28 @@ def describe_arrays(values: list[object]) -> TensorColumns:
         kind_indices.append(kind_index)
 
     storage_indices, storage_roots = _group_by_memory(roots)
-    offsets: dict[int, int] = {}
-    for index, (array, root) in enumerate(zip(arrays, roots, strict=True)):
-        # An array without elements has no place in its storage.
-        if array is not root and array.size:
-            offset = 8 * (address_of(array) - address_of(root))
-            if offset:
-                offsets[index] = offset
+    offsets = _find_bit_offsets(arrays, roots)
     if offsets:
         separate_outside_rows(kinds, kind_indices, offsets)
     storages = ArrayStorages(storage_roots)
     return TensorColumns(
         rows, kinds, kind_indices, storage_indices, storages, storages.addresses, offsets
     )
+
+
+def _find_bit_offsets(arrays: Sequence[np.ndarray], roots: Sequence[np.ndarray]) -> dict[int, int]:
+    """Return the bit of its root where each array starts, by the index of the array.
+
+    Arrays that start where their root starts are left out.
+    """
+    offsets: dict[int, int] = {}
+    for index, (array, root) in enumerate(zip(arrays, roots, strict=True)):
+        # An array without elements has no place in the memory of its root.
+        if array is not root and array.size:
+            offset = 8 * (address_of(array) - address_of(root))
+            if offset:
+                offsets[index] = offset
+    return offsets
 
 
 def _is_root(array: np.ndarray) -> bool:
@@ -163,7 +173,7 @@ def _group_by_memory(roots: Sequence[np.ndarray]) -> tuple[list[int], list[np.nd
 
 
 def _make_kind(dtype: DType, array: np.ndarray, root: np.ndarray) -> RowKind:
-    """Return the kind of an array over the memory of another array, its root, or over its own."""
+    """Return the kind of an array, given the array that owns its memory. It may be the same one."""
     if array is root and array.flags.c_contiguous:
         return RowKind.from_shape(dtype, array.shape)
     strides = _normalize_strides(array.shape, array.strides)

@@ -87,10 +87,13 @@ def _list_grid_offsets(origin: int, shape: Sequence[int], strides: Sequence[int]
 
 
 def find_strided_ranges(chunk: Chunk, dtype: DType, max_gap: int = 0) -> StridedRanges:
-    """Find the byte ranges of a chunk that is not empty.
+    """Find the byte ranges that have the elements of a chunk.
+
+    Axes are added from the smallest stride to the largest. As long as the gaps along an axis are
+    small, its elements extend the range. Every point of the other axes has a range of its own.
 
     Args:
-        chunk: The chunk.
+        chunk: The chunk. It must not be empty.
         dtype: The dtype of its elements.
         max_gap: The most bytes between two elements that are read through. If the gaps along an
             axis are larger, it becomes an outer axis.
@@ -155,11 +158,15 @@ class BoxPiece(Value, frozen=True):
         return _list_grid_offsets(address_of(self.destination), shape, strides)
 
     def copy_from_scratch(self, scratch: np.ndarray) -> None:
-        """Copy the elements out of scratch memory, where the ranges lie one behind the other."""
+        """Copy the elements to the destination out of scratch memory.
+
+        The ranges lie there one behind the other, in C order of the outer axes.
+        """
         chunk = self.ranges.chunk
         offset = self.ranges.first_bit % 8
         strides = list(chunk.strides)
         for axis in self.ranges.inner_axes:
+            # The first element along a reversed axis is the last one in its range.
             if strides[axis] < 0:
                 offset -= (chunk.shape[axis] - 1) * strides[axis]
         # Along the outer axes, the distances are now those between ranges in scratch memory.
@@ -192,7 +199,8 @@ def read_boxes(
         requests: Tensors with their destinations.
         threads: The most threads that read and copy at the same time.
         policy: Which neighboring ranges are read together, and the size of a block.
-        checks: Receives the bytes of storages whose checksum it compares. The caller finishes it.
+        checks: Receives the bytes of storages whose checksum it compares. The caller calls its
+            `finish` when everything is read.
 
     Returns:
         The number of bytes that were read.
@@ -299,8 +307,10 @@ def _cut_requests(requests: Sequence[Request], policy: JoinPolicy) -> Iterator[B
 def _cut_chunk(chunk: Chunk, dtype: DType, policy: JoinPolicy) -> Iterator[StridedRanges]:
     """Cut a chunk into pieces that have at most one block of bytes and `MAX_RANGES` ranges.
 
+    A piece may be read into scratch memory, which must stay small.
+
     Yields:
-        The ranges of each piece.
+        The ranges of each piece. They refer to the piece, which is a chunk itself.
     """
     ranges = find_strided_ranges(chunk, dtype, policy.free_gap)
     cut_axis, piece_count = _choose_cut(ranges, policy.block_nbytes * 8)
@@ -451,9 +461,9 @@ def copy_elements(
         destination[...] = np.ndarray(shape, dtype.numpy, data.data, bit_offset // 8, byte_strides)
         return
 
-    # numpy cannot swap the types of ml_dtypes, so the bytes of each element are an axis of their
-    # own here. A complex number is two units that are swapped. Axes of length 1 are left out,
-    # because numpy has at most 64 axes and two are added.
+    # numpy cannot swap the types of ml_dtypes, so two axes are added: the units of an element, of
+    # which a complex number has two, and the bytes of a unit, which are reversed. Axes of length 1
+    # are left out, because numpy has at most 64 axes.
     long_axes = [axis for axis, length in enumerate(shape) if length != 1]
     unit_count = dtype.bits // 8 // swap_nbytes
     swapped_bytes = np.ndarray(

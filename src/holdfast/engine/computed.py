@@ -311,11 +311,16 @@ class ComputedStorages:
         """Protects `_tensors` and `_is_observed`."""
 
     def read(self, storage_indices: Sequence[int]) -> Sequence[BytesLike]:
-        """Read whole storages, all together."""
+        """Read whole storages, all together.
+
+        The originals of all computed storages are read first. Then one call computes the elements
+        of all storages that have the same computation.
+        """
         contents = self._read_originals(storage_indices)
         requested = np.array(storage_indices, np.int64)
         computation_indices = self._computation_indices[requested]
         for computation_index in np.unique(computation_indices).tolist():
+            # -1 stands for storages that are not computed.
             if computation_index < 0:
                 continue
             computation = self._computations[computation_index]
@@ -376,7 +381,10 @@ class ComputedStorages:
         elements: np.ndarray,
         computed: np.ndarray,
     ) -> None:
-        """Show the elements of storages to the observer, except those that it has received before.
+        """Pass the elements of storages to the observer of their computation, each element once.
+
+        An observer counts, for example, what a cast loses. A storage may be read again, in a batch
+        as here or block by block, and the observer must not count its elements twice.
 
         Args:
             computation: The computation of these storages.
@@ -407,23 +415,25 @@ class ComputedStorages:
                 computed[is_new_element],
             )
 
-        # A storage that has a tensor may have been observed in part.
+        # A storage that was read by its lazy tensor may have been observed in part.
         for position in np.flatnonzero(has_tensor & ~was_observed).tolist():
             _, seen = self._tensors[storage_indices.item(position)]
             names = self._list_names(storage_indices[position : position + 1])
+            first = np.zeros(1, np.int64)
             start = starts.item(position)
             for unseen_start, unseen_stop in seen.add(0, counts.item(position)):
                 unseen = slice(start + unseen_start, start + unseen_stop)
-                computation.observe(
-                    names, np.zeros(1, np.int64), elements[unseen], computed[unseen]
-                )
+                computation.observe(names, first, elements[unseen], computed[unseen])
 
     def _list_names(self, storage_indices: Ints) -> list[str]:
         """Return the name of the original of each computed storage."""
         return [self._originals[index - self._first_computed].name for index in storage_indices]
 
     def _make_tensor(self, storage_index: int) -> LazyTensor:
-        """Return a computed storage as a lazy tensor. The same storage has the same tensor."""
+        """Return a computed storage as a lazy tensor, which is computed a block at a time.
+
+        The same storage has the same tensor, so that its elements are observed only once.
+        """
         with self._lock:
             if storage_index not in self._tensors:
                 computation = self._computations[self._computation_indices[storage_index]]

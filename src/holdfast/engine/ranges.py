@@ -92,13 +92,21 @@ def read_ranges(
     profile = store.read_profile
     is_local = not (profile.request_count or profile.is_sequential)
     is_few = len(reads.starts) == 1 or (is_local and len(reads.starts) <= FEW_RANGES)
-    # Memory is its own cache, so joining reads of it saves nothing.
+    # Joining ranges saves system calls, and there are none if the file is in memory.
     if is_few or profile.is_in_memory:
         total_nbytes = int(sum(reads.nbytes))
         if total_nbytes < INLINE_NBYTES:
             _read_one_by_one(store, reads)
             return total_nbytes
+    return _read_in_parallel(store, reads, threads=threads, policy=policy)
 
+
+def _read_in_parallel(store: Store, reads: RangeReads, *, threads: int, policy: JoinPolicy) -> int:
+    """Join neighboring ranges, read them on several threads, and return how many bytes were read.
+
+    The reads of each file are divided into tasks, which the threads take one after the other.
+    """
+    profile = store.read_profile
     starts = np.asarray(reads.starts, np.int64)
     nbytes = np.asarray(reads.nbytes, np.int64)
     ranges = Ranges(reads.keys, np.asarray(reads.files, np.int64), starts, nbytes)
@@ -113,21 +121,27 @@ def read_ranges(
         file_readers.append(reader)
 
     total_nbytes = sum(reader.joined_reads.nbytes for reader in file_readers)
-    has_threads = profile.request_count or total_nbytes >= INLINE_NBYTES
-    # Each request to a remote store is a task of its own, so that none waits for another.
-    task_nbytes = 1 if profile.request_count else policy.block_nbytes
+    task_nbytes = policy.block_nbytes
+    if profile.request_count:
+        # Each request to a remote store is a task of its own, so that none waits for another.
+        task_nbytes = 1
+    elif total_nbytes < INLINE_NBYTES:
+        threads = 1
     tasks: list[Callable[[], None]] = []
     for reader in file_readers:
         for first_read, stop_read in split_into_tasks(reader.joined_reads, task_nbytes):
             tasks.append(partial(reader.run, first_read, stop_read, policy.block_nbytes))
-    run_reads(tasks, threads if has_threads else 1, stores=[store])
+    run_reads(tasks, threads, stores=[store])
     for reader in file_readers:
         reader.check_cut_ranges()
     return total_nbytes
 
 
 def _read_one_by_one(store: Store, reads: RangeReads) -> None:
-    """Read short ranges one after the other, on this thread."""
+    """Read short ranges to their destinations one after the other, on this thread.
+
+    If a checksum is recorded, it is compared at once.
+    """
     columns = (reads.files, reads.starts, reads.nbytes, reads.addresses, reads.crcs)
     lists = [column.tolist() if isinstance(column, np.ndarray) else column for column in columns]
     rows = zip(*lists, strict=True)
@@ -138,6 +152,7 @@ def _read_one_by_one(store: Store, reads: RangeReads) -> None:
         try:
             store.read(reads.keys[file], start, out)
         except HoldfastError as error:
+            # Add the tensor to the error.
             with error_context(tensor=reads.find_tensor_name(range_index)):
                 raise error
         if recorded_crc != NO_CRC:
@@ -183,20 +198,22 @@ def _reject_unrecorded_crc(range_index: int, crc: int) -> Corrupted:
 
 
 def split_into_tasks(reads: JoinedReads, task_nbytes: int) -> Iterator[tuple[int, int]]:
-    """Divide the reads of one file into tasks of about equal size.
+    """Divide the reads of one file into tasks of about `task_nbytes`, for several threads.
+
+    A read is never divided, and a task has at most `MAX_TASK_READS` of them.
 
     Yields:
         For each task, the index of its first read and the one after its last read.
     """
-    end_offsets = (reads.stops - reads.starts).cumsum()
+    cumulative_nbytes = (reads.stops - reads.starts).cumsum()
     first_read = 0
-    task_start = 0
-    while first_read < len(end_offsets):
-        stop_read = int(end_offsets.searchsorted(task_start + task_nbytes, side="right"))
+    done_nbytes = 0
+    while first_read < len(cumulative_nbytes):
+        stop_read = int(cumulative_nbytes.searchsorted(done_nbytes + task_nbytes, side="right"))
         stop_read = min(max(stop_read, first_read + 1), first_read + MAX_TASK_READS)
         yield first_read, stop_read
         first_read = stop_read
-        task_start = int(end_offsets[stop_read - 1])
+        done_nbytes = int(cumulative_nbytes[stop_read - 1])
 
 
 def read_joined(store: Store, reads: JoinedReads, read_index: int, scratch: Scratch) -> memoryview:
@@ -297,7 +314,7 @@ class _FileReader:
             self._add_to_crc(range_index, start + offset, block)
 
     def _read_pieces(self, read_index: int) -> None:
-        """Read several pieces by one call, and copy them to their destinations."""
+        """Do a joined read of several pieces, and copy each of them to its destination."""
         data = read_joined(self._store, self.joined_reads, read_index, self._scratch)
         read_start = self.joined_reads.starts.item(read_index)
         pieces = self.joined_reads.select_pieces(read_index)
@@ -320,32 +337,38 @@ class _FileReader:
     def _check_pieces(
         self, pieces: RangePieces, piece_indices: slice, read_start: int, data: memoryview
     ) -> None:
-        """Compare the checksums of the ranges whose pieces a joined read contains.
+        """Compare the bytes of a joined read with the checksums that the file records.
+
+        A piece that is a whole range is compared at once. A piece of a range that was cut adds to
+        the checksum of the range, which is compared when all of its pieces are read.
 
         Args:
-            pieces: The pieces.
+            pieces: The pieces that the joined read covers.
             piece_indices: Their indices among all pieces of the file.
             read_start: The offset in the file of the first byte of `data`.
             data: The bytes of the joined read.
+
+        Raises:
+            Corrupted: A range does not have its recorded checksum.
         """
         has_crc = self._has_crc[piece_indices]
         is_whole_range = self._is_whole_range[piece_indices]
         offsets = pieces.starts - read_start
         stop_offsets = pieces.stops - read_start
 
-        # All whole ranges are compared by one call, since a call for each takes longer. Only if it
-        # finds damage are they compared one by one, to find out which range is damaged.
+        # One call compares all whole ranges, since a call for each takes longer. If they are not all
+        # intact, they are compared again one by one, to find the one that is damaged.
         whole_pieces = np.flatnonzero(has_crc & is_whole_range)
-        has_expected_crcs = has_crcs(
+        is_intact = has_crcs(
             data,
             offsets[whole_pieces].tolist(),
             stop_offsets[whole_pieces].tolist(),
             self._range_crcs[pieces.range_indices[whole_pieces]].tolist(),
         )
-        needs_check = has_crc
-        if has_expected_crcs:
-            needs_check = has_crc & ~is_whole_range
-        for piece_index in np.flatnonzero(needs_check).tolist():
+        remaining = has_crc
+        if is_intact:
+            remaining = has_crc & ~is_whole_range
+        for piece_index in np.flatnonzero(remaining).tolist():
             piece = data[offsets.item(piece_index) : stop_offsets.item(piece_index)]
             range_index = pieces.range_indices.item(piece_index)
             self._add_to_crc(range_index, pieces.starts.item(piece_index), piece)

@@ -163,6 +163,7 @@ class OpenSource:
         range_requests = [request for request, file_range in pairs if file_range is not None]
         if range_requests:
             ranges = [file_range for file_range in file_ranges if file_range is not None]
+            # One column for each field of the ranges.
             keys, starts, nbytes, crcs = zip(*ranges, strict=True)
             file_indices: dict[str, int] = {}
             files = [file_indices.setdefault(key, len(file_indices)) for key in keys]
@@ -189,9 +190,16 @@ class OpenSource:
         addresses: Column,
         crcs: Column,
     ) -> None:
-        """Read ranges of files to memory. The columns are those of `RangeReads`.
+        """Read ranges of files to memory. Every column has an entry for each range.
 
-        `make_tensor` returns the tensor of a range, given its index. It is called for errors only.
+        Args:
+            make_tensor: Returns the tensor of a range, given its index. It is called for errors.
+            keys: The files.
+            files: The file of each range, as an index into `keys`.
+            starts: The first byte of each range in its file.
+            nbytes: The size of each range.
+            addresses: The address in memory that each range is read to.
+            crcs: The recorded CRC-32 of each range, or `NO_CRC`.
         """
 
         def find_tensor_name(range_index: int) -> str:

@@ -232,12 +232,15 @@ def _is_remote(segment: Segment) -> TypeGuard[Data]:
 
 
 def _has_checksums_before_data(plan: FilePlan) -> bool:
-    """Return whether a segment contains checksums of data that comes after it."""
+    """Return whether a segment contains checksums of data that comes after it.
+
+    If so, the data must be read before the segment can be written: a stream cannot go back.
+    """
     labels_before: set[str] = set()
     has_unknown_checksum = False
     for segment in plan.segments:
         if isinstance(segment, Late):
-            # Without a label, a segment depends on all data of the plan.
+            # This segment is made of the checksum of one label, or of all data of the plan.
             if segment.needs is None or segment.needs not in labels_before:
                 has_unknown_checksum = True
         elif isinstance(segment, Data | Memory | Gathered):
@@ -390,8 +393,12 @@ def _read_small_segments(segments: list[Data]) -> list[memoryview]:
 def _read_ahead(calls: Iterable[ReadBlocks], window: int) -> Generator[memoryview, None, None]:
     """Yield the blocks that calls read, in order, while further calls are running.
 
-    Nothing is called before the first block is requested. At most `window` calls run at a time.
+    Args:
+        calls: Each of them reads one block or several. None is called before the first block is
+            requested.
+        window: How many calls run at the same time, each on a thread.
     """
+    # The calls are entered and left by hand, since their number is not known here.
     running: deque[BackgroundCall[list[memoryview]]] = deque()
     try:
         for call in calls:

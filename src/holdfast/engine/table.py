@@ -89,8 +89,12 @@ class StateStorages:
         self._make_tensor = make_tensor
         self._first_indices = [*accumulate((len(member.nbytes) for member in members), initial=0)]
         """The index of the first storage of each member, and the number of all storages."""
-        no_storages = np.zeros(0, np.int64)
-        self.nbytes: Ints = np.concatenate([no_storages, *[member.nbytes for member in members]])
+        columns = [member.nbytes for member in members]
+        if len(columns) == 1:
+            # A million sizes are not copied.
+            self.nbytes: Ints = columns[0]
+        else:
+            self.nbytes = np.concatenate([np.zeros(0, np.int64), *columns])
         self.read_nbytes = self.nbytes
         self.can_read_ranges = all(member.can_read_ranges for member in members)
         file_members = [member for member in members if isinstance(member, FileStorages)]
@@ -170,9 +174,10 @@ def make_lazy_table(names: Sequence[str], tensors: Sequence[LazyTensor]) -> Tabl
 def mark_uncopyable_rows(table: Table) -> Table:
     """Return a table in which only rows that a save can copy as bytes have a storage.
 
-    All other rows become irregular, so each of them is written by its lazy tensor: rows that are
-    computed or in a remote store, rows on the meta device, rows that were views of another storage
-    before they were saved (`Traits.alias`), and all rows that share a storage with one of these.
+    A save reads many such rows at a time, which is efficient for local files only. All other rows
+    become irregular, so each of them is written by its lazy tensor: rows that are computed or in a
+    remote store, rows on the meta device, rows that were views of another storage before they were
+    saved (`Traits.alias`), and all rows that share a storage with one of these.
 
     Args:
         table: A table over files. Other tables are returned as they are.
@@ -189,7 +194,8 @@ def mark_uncopyable_rows(table: Table) -> Table:
     )
     is_local_file = np.zeros(len(storages.files), np.bool_)
     for file_index, file in enumerate(storages.files):
-        # Computed content reads another number of bytes than it returns.
+        # A remote store prefers large reads. A store of computed content reads another number of
+        # bytes than it returns.
         store = file.source.store
         read_nbytes = store.count_read_nbytes(file.key, SAMPLE_NBYTES)
         prefers_blocks = store.read_profile.block_nbytes > 0
@@ -322,9 +328,9 @@ def plan_segments(
                 separate_positions.append(position)
 
     segments: list[Segment] = []
-    is_separate = set(separate_positions).__contains__
+    separate_set = set(separate_positions)
     for first, stop in split_into_segments(separate_positions, stops):
-        if is_separate(first):
+        if first in separate_set:
             row = rows[first]
             row_hashing = hashing.get(table.names[row], "")
             segment = plan_segment(table, row, labels[first], row_hashing)
@@ -389,6 +395,7 @@ def _gather_rows(
         return None
 
     def read_rows() -> tuple[bytes, dict[str, int]]:
+        """Read all rows. Return their bytes, and their checksums and hashes by key."""
         contents = table.read_bytes(rows)
         checksums = dict(zip(labels, crc32_each(contents), strict=True))
         if is_hashed:

@@ -220,6 +220,7 @@ class BackgroundCall(Generic[T]):
         """Cancel the call, or wait until it has ended, even if Ctrl-C is pressed meanwhile."""
         interrupt: BaseException | None = None
         while True:
+            # Ctrl-C raises KeyboardInterrupt here. It is raised again when the call has ended.
             try:
                 if not self._future.cancel():
                     self._future.exception()
@@ -231,6 +232,7 @@ class BackgroundCall(Generic[T]):
             # refer to this object, so the future is replaced to break the cycle.
             self._future = type(self._future)()
         if interrupt is not None:
+            # The traceback of the error refers to this frame, so the frame must not refer to it.
             try:
                 raise interrupt
             finally:
