@@ -153,8 +153,8 @@ HEADER_CASES = {
         with_field("shape", "[1e999]"),
         "at $.w.shape[0]: a number that is too large for a float",
     ),
-    "shape negative": (with_field("shape", "[-4]"), "at $.w.shape[0]: -4 is no length"),
-    "shape twice negative": (with_field("shape", "[-2,-2]"), "at $.w.shape[0]: -2 is no length"),
+    "shape negative": (with_field("shape", "[-4]"), "at $.w.shape[0]: -4 is not a valid length"),
+    "shape twice negative": (with_field("shape", "[-2,-2]"), "at $.w.shape[0]: -2 is not a valid length"),
     "shape minus zero": (
         frame('{"w":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}'),
         "at $.w.shape[0]: -0",
@@ -163,7 +163,7 @@ HEADER_CASES = {
     "shape with leading zero": (with_field("shape", "[04]"), "not JSON"),
     "shape of 64 bits": (
         with_field("shape", f"[{1 << 64}]"),
-        "at $.w.shape[0]: 18,446,744,073,709,551,616 is no length",
+        "at $.w.shape[0]: 18,446,744,073,709,551,616 is not a valid length",
     ),
     "shape of 25 digits": (
         with_field("shape", f"[{'9' * 25}]"),
@@ -206,7 +206,7 @@ HEADER_CASES = {
     ),
     "offsets negative": (
         with_field("data_offsets", "[-4,0]"),
-        "at $.w.data_offsets[0]: -4 is no place",
+        "at $.w.data_offsets[0]: -4 is not a valid offset",
     ),
     "offsets backwards": (
         with_field("data_offsets", "[4,0]"),
@@ -214,7 +214,7 @@ HEADER_CASES = {
     ),
     "offsets beyond 63 bits": (
         with_field("data_offsets", f"[{1 << 63},{(1 << 63) + 4}]"),
-        "is no place in a file",
+        "is not a valid offset",
     ),
     "hole in front": (
         craft({"w": entry("U8", [4], 1, 5)}, 5),

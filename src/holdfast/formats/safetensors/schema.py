@@ -1,18 +1,14 @@
-"""The header of a safetensors file: from bytes to entries, as strict as the strictest reader, as fast as the fastest.
+"""The header of a safetensors file: parsing its JSON, and checking the numbers in it.
 
-    byte 0          8                                    8 + N                       end
-         ├──────────┼────────────────────────────────────┼───────────────────────────┤
-         │ N, u64 LE│ {"name":{"dtype":…,"shape":…,      │ data: the tensors without │
-         │          │  "data_offsets":[begin,end]},…}␠␠  │ holes, begin and end      │
-         │          │                                    │ counted from here         │
+`formats/safetensors/__init__.py` shows where the header lies.
 
-There are two parsers. `parse_exact` is the authority: it accepts or it says what is wrong, and where. `parse_fast`
-knows only the form that writers produce, reads it with msgspec, and returns None for everything else, so it never
-refuses anything. A test feeds both with the same headers; whatever the fast one accepts, the exact one must accept
-with the same result.
+There are two parsers. `parse_exact` accepts every valid header, and reports what is wrong with all
+others. `parse_fast` accepts only the form that writers produce, and returns None for everything
+else. A test parses the same headers with both: what the fast parser accepts, the exact one must
+accept with the same result.
 
-Neither looks at the meaning of the numbers; `check_layout` does: dtypes that exist, shapes whose bytes are there, no hole and no
-overlap.
+Both check the types of all values. `check_layout` then checks their meaning: dtypes exist, the
+bytes of each shape are there, and tensors have no gaps between them and do not overlap.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ import math
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -30,7 +26,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.strict_json import describe_json, format_pointer, parse, quote
 from holdfast.core.value import Value
-from holdfast.errors import Corrupted, HeaderError, LimitExceeded, Truncated
+from holdfast.errors import Corrupted, HeaderError, HoldfastError, LimitExceeded, Truncated
 
 if TYPE_CHECKING:
     from holdfast.formats.recorded import Recorded
@@ -41,207 +37,266 @@ RECORD = "holdfast"
 """The key of Holdfast's record in `__metadata__`, and in the `metadata` of an index."""
 
 RECORD_START = '{"version":'
-"""How every record begins."""
+"""The first characters of every record."""
 
 RECORDED_FIELDS = ("aliases", "views", "dtypes", "tree")
-"""The fields of a record that change what a file shows (`formats/recorded.py`)."""
+"""The fields of a record that change what a reader sees of a file (`formats/recorded.py`)."""
 
 MANIFEST = "holdfast.json"
 """The manifest of a native directory."""
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
-"""The key in `__metadata__` under which torch's ranks note which piece of a tensor a file has."""
+"""The key in `__metadata__` under which torch's ranks note which part of a tensor a file has."""
 
 PREFIX_NBYTES = 8
-"""The length in front of the header; byte offsets in errors count from the start of the file."""
+"""The size of the length in front of the header."""
 
 
 class HeaderEntry(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
-    """A header's entry of one tensor. `gc=False`: it can hold no cycle, and there may be a million of them."""
+    """The entry of one tensor in a header.
+
+    With `gc=False` Python's collector does not look at it. It can be in no cycle, and there can be
+    a million entries.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
+    """The first byte of the tensor, and the byte after its last one, counted from the end of the
+    header."""
 
 
 class Document(msgspec.Struct, frozen=True):
-    """A parsed header: entries in the order of the text, and the text that the file carries about itself."""
+    """A parsed header."""
 
     entries: dict[str, HeaderEntry]
+    """The entries of tensors by name, in the order of the text."""
     metadata: dict[str, str]
     unknown_fields: tuple[str, ...] = ()
     """Fields of entries that the format does not define, each once."""
 
 
 FIELDS = ("dtype", "shape", "data_offsets")
-QUOTES = 10
-"""Quotes of one entry: around its name, the names of its fields, and its dtype."""
-STAND_IN = '{"__metadata__":{"dtype":"","shape":[],"data_offsets":[0,0]}'
+
+QUOTES_OF_ENTRY = 10
+"""The quotation marks of an entry: around its name, the names of three fields, and its dtype."""
+
+DUMMY_ENTRY = '{"__metadata__":{"dtype":"","shape":[],"data_offsets":[0,0]}'
+"""The start of a header in which an entry replaces the metadata."""
+
 METADATA_FIRST = re.compile(r'\{[ \t\r\n]*"__metadata__"[ \t\r\n]*:[ \t\r\n]*')
 NEGATIVE_ZERO = re.compile(r"[\[, \t\r\n]-0")
 ENTRIES = msgspec.json.Decoder(dict[str, HeaderEntry])
 
 
+class JsonPairs(list[tuple[str, str]]):
+    """The pairs of a JSON object, in the order of the text. Equal keys are both there."""
+
+
+PAIRS_DECODER = json.JSONDecoder(object_pairs_hook=JsonPairs)
+
+
 def parse_fast(raw: bytes) -> Document | None:
-    """Parse a header of the form that writers produce; None for any other, be it valid or not.
+    """Parse a header in the form that writers produce.
 
-    msgspec keeps the last of two equal keys, so their absence is proved by counting. Let the text have no backslash.
-    Then each string has two quotes, and there are no other quotes. msgspec took every value of the outer object for a
-    `HeaderEntry`, so each outer pair *in the text* has at least five strings: its name, the names of the three fields, and the
-    dtype. An outer key that occurs twice, or a field that does, makes more strings than five for each entry of the dict. As
-    many quotes as ten for each entry therefore mean no double key.
+    msgspec is fast, but of two equal keys it keeps the last one, and a file with equal keys would
+    have other tensors for other readers. So their absence is proved by counting quotation marks. In
+    a text without backslashes each string has two. msgspec requires that every value of the outer
+    object is a `HeaderEntry`, so each entry in the text has at least five strings: its name, its
+    dtype, and the names of three fields. If a key occurs twice, there are more than five strings
+    for each entry of the result. So if there are exactly ten quotation marks for each entry, no key
+    occurs twice.
 
-    `__metadata__` is text to text, usually with backslashes (torch puts JSON in there). Where it comes first, as
-    every writer puts it, it is parsed by itself and a dummy entry takes its place; elsewhere it is no `HeaderEntry`, and
-    msgspec fails.
+    `__metadata__` maps strings to strings, and usually contains backslashes, because torch puts
+    JSON into it. All writers put it first. There it is parsed by itself, and a dummy entry replaces
+    it. At another place it is not a `HeaderEntry`, so msgspec refuses it.
+
+    Returns:
+        None if the header has another form. It may be valid nevertheless.
     """
     if raw[:1] != b"{" or not raw.rstrip(b" ").endswith(b"}"):
         return None
     metadata: dict[str, str] = {}
     try:
         text = raw.decode("utf-8")
-        first = METADATA_FIRST.match(text)
-        if first is not None:
-            pairs, end = FIRST_OBJECT.raw_decode(text, first.end())
-            if type(pairs) is not Pairs:
+        metadata_match = METADATA_FIRST.match(text)
+        if metadata_match is not None:
+            pairs, metadata_stop = PAIRS_DECODER.raw_decode(text, metadata_match.end())
+            if type(pairs) is not JsonPairs:
                 return None
             metadata = dict(pairs)
-            if len(metadata) != len(pairs) or not all(type(v) is str for v in metadata.values()):
+            has_equal_keys = len(metadata) != len(pairs)
+            if has_equal_keys or not all(type(value) is str for value in metadata.values()):
                 return None
-            # Half a surrogate pair is the exact parser's business.
+            # Half of a surrogate pair cannot be encoded. The exact parser reports it.
             "".join((*metadata, *metadata.values())).encode("utf-8")
-            text = STAND_IN + text[end:]
-        # -0 is an integer to msgspec and a float to the safetensors library.
+            text = DUMMY_ENTRY + text[metadata_stop:]
+        # -0 is an integer for msgspec, and a float for the safetensors library, which refuses it.
         if "\\" in text or ("-" in text and "-0" in text and NEGATIVE_ZERO.search(text)):
             return None
         entries = ENTRIES.decode(text)
     except (ValueError, RecursionError, msgspec.MsgspecError):
         return None
-    if text.count('"') != QUOTES * len(entries):
+
+    if text.count('"') != QUOTES_OF_ENTRY * len(entries):
         return None
-    if (entries.pop(METADATA, None) is None) != (first is None):
+    dummy_entry = entries.pop(METADATA, None)
+    # Without metadata in front, an entry with this name is not a tensor.
+    if (dummy_entry is None) != (metadata_match is None):
         return None
     return Document(entries, metadata)
 
 
 def parse_exact(raw: bytes, limits: Limits, *, file: str | None = None) -> Document:
-    """Parse any header. Raises `HeaderError`, or `LimitExceeded` for nesting.
+    """Parse any valid header.
 
-    The meaning of the numbers is not checked.
+    Args:
+        raw: The header, with the spaces that fill it up.
+        limits: How deeply it may nest.
+        file: The name of the file, for errors.
+
+    Raises:
+        HeaderError: It is not valid.
+        LimitExceeded: It nests too deeply.
     """
+    # The specification requires this, although the safetensors library accepts blanks in front.
     if raw[:1] != b"{":
         message = f"a header must begin with {{, not with {quote(raw[:1].decode('latin-1'))}"
         raise HeaderError(message, file=file, offset=PREFIX_NBYTES)
-    end = len(raw.rstrip(b" "))
-    if raw[end - 1 : end] != b"}":
+    # Writers fill up the header with spaces to align the data. Nothing else is allowed there.
+    text_nbytes = len(raw.rstrip(b" "))
+    if raw[text_nbytes - 1 : text_nbytes] != b"}":
         raise HeaderError(
             "only spaces may follow the header's closing }",
             file=file,
-            offset=PREFIX_NBYTES + end - 1,
+            offset=PREFIX_NBYTES + text_nbytes - 1,
         )
+
     document = parse(raw, limits, file=file, start=PREFIX_NBYTES)
     if not isinstance(document, dict):
-        raise _wrong("an object", document, file, None)
+        raise _build_type_error("an object", document, file, None)
     metadata: dict[str, str] = {}
     entries: dict[str, HeaderEntry] = {}
     fields = dict.fromkeys(FIELDS)
     for name, value in document.items():
-        if name != METADATA:
-            entries[name] = _entry(name, value, file)
+        if name == METADATA:
+            metadata = _check_metadata(value, file)
+        else:
+            entries[name] = _check_entry(name, value, file)
             # The safetensors library ignores fields that it does not know, and other writers add
             # some (nntrainer).
-            fields |= dict.fromkeys(value)
-            continue
-        if not isinstance(value, dict):
-            raise _wrong("an object", value, file, None, METADATA)
-        for key, text in value.items():
-            if not isinstance(text, str):
-                raise _wrong("text", text, file, None, METADATA, key)
-        metadata = value
-    return Document(entries, metadata, tuple(fields)[len(FIELDS) :])
+            fields.update(dict.fromkeys(value))
+    unknown_fields = tuple(fields)[len(FIELDS) :]
+    return Document(entries, metadata, unknown_fields)
 
 
-def _entry(name: str, value: object, file: str | None) -> HeaderEntry:
+def _check_metadata(value: object, file: str | None) -> dict[str, str]:
+    """Check that the metadata of a header maps strings to strings, and return it."""
     if not isinstance(value, dict):
-        raise _wrong("an object", value, file, name, name)
+        raise _build_type_error("an object", value, file, None, METADATA)
+    for key, text in value.items():
+        if not isinstance(text, str):
+            raise _build_type_error("text", text, file, None, METADATA, key)
+    return value
+
+
+def _check_entry(name: str, value: object, file: str | None) -> HeaderEntry:
+    """Check that the entry of a tensor has all fields with values of the right types."""
+    if not isinstance(value, dict):
+        raise _build_type_error("an object", value, file, name, name)
     for field in FIELDS:
         if field not in value:
-            raise HeaderError(
-                f"at {format_pointer(name)}: the field {field} is missing",
-                file=file,
-                tensor=name,
-                offset=PREFIX_NBYTES,
-            )
+            raise _build_entry_error(name, f"the field {field} is missing", file=file)
     dtype = value["dtype"]
     if not isinstance(dtype, str):
-        raise _wrong("text", dtype, file, name, name, "dtype")
-    shape = _integers(name, "shape", value["shape"], file=file)
-    offsets = _integers(name, "data_offsets", value["data_offsets"], file=file)
+        raise _build_type_error("text", dtype, file, name, name, "dtype")
+    shape = _check_integers(name, "shape", value["shape"], file)
+    offsets = _check_integers(name, "data_offsets", value["data_offsets"], file)
     if len(offsets) != 2:
-        raise _wrong("two integers", value["data_offsets"], file, name, name, "data_offsets")
+        raise _build_type_error(
+            "two integers", value["data_offsets"], file, name, name, "data_offsets"
+        )
     return HeaderEntry(dtype, shape, (offsets[0], offsets[1]))
 
 
-def _integers(name: str, field: str, value: object, *, file: str | None) -> tuple[int, ...]:
+def _check_integers(name: str, field: str, value: object, file: str | None) -> tuple[int, ...]:
+    """Check that a field of an entry is a list of integers, and return them."""
     if not isinstance(value, list):
-        raise _wrong("a list of integers", value, file, name, name, field)
-    for i, number in enumerate(value):
-        if type(number) is not int:  # bool is an int to isinstance
-            raise _wrong("an integer", number, file, name, name, field, i)
+        raise _build_type_error("a list of integers", value, file, name, name, field)
+    for index, number in enumerate(value):
+        # `isinstance` would accept booleans, which are no integers in JSON.
+        if type(number) is not int:
+            raise _build_type_error("an integer", number, file, name, name, field, index)
     return tuple(value)
 
 
-def _wrong(
-    expected: str, value: object, file: str | None, name: str | None, *steps: str | int
+def _build_type_error(
+    expected: str, value: object, file: str | None, tensor: str | None, *keys: str | int
 ) -> HeaderError:
-    message = f"at {format_pointer(*steps)}: expected {expected}, found {describe_json(value)}"
+    """Return the error for a value of the wrong type.
+
+    Args:
+        expected: What the value should be.
+        value: The value.
+        file: The name of the file.
+        tensor: The tensor that the value belongs to; None if it belongs to none.
+        keys: The keys and indices from the root of the header to the value.
+    """
+    found = describe_json(value)
     return HeaderError(
-        message,
+        f"at {format_pointer(*keys)}: expected {expected}, found {found}",
         file=file,
-        tensor=name,
+        tensor=tensor,
         offset=PREFIX_NBYTES,
         expected=expected,
-        found=describe_json(value),
+        found=found,
     )
 
 
-class Pairs(list[tuple[str, str]]):
-    """The pairs of one JSON object as they stand in the text; a type of its own, to tell it from a list."""
-
-
-FIRST_OBJECT = json.JSONDecoder(object_pairs_hook=Pairs)
+def _build_entry_error(
+    tensor: str, problem: str, *keys: str | int, file: str | None
+) -> HeaderError:
+    """Return the error for a problem in the entry of a tensor, at these keys of the entry."""
+    message = f"at {format_pointer(tensor, *keys)}: {problem}"
+    return HeaderError(message, file=file, tensor=tensor, offset=PREFIX_NBYTES)
 
 
 TensorKind = tuple[str, tuple[int, ...]]
+"""A dtype, as its code in a header, and a shape."""
 
-DTYPE_OF_CODE = {row.safetensors: row for row in DTYPES.rows if row.safetensors is not None}
-"""Dtypes by their codes."""
-
-BITS = {code: row.bits for code, row in DTYPE_OF_CODE.items()}
+DTYPE_OF_CODE = {dtype.safetensors: dtype for dtype in DTYPES.rows if dtype.safetensors is not None}
+"""All dtypes of the format, by their codes."""
 
 ADDRESSABLE = (1 << 63) - 1
-"""The most bits in one tensor, and the last place in a file. numpy and the safetensors library stop near here, even for
-tensors that are empty because another of their dimensions is 0."""
+"""The most bits of a tensor, and the last offset in a file. numpy and the safetensors library
+refuse larger numbers, even for tensors that are empty because another dimension is 0."""
 
 
 def is_addressable(shape: Sequence[int], bits: int) -> bool:
-    """Whether 64-bit readers can hold a shape: the product of its dimensions, with 1 in place of 0, must not overflow.
+    """Return whether readers with 64-bit integers can use a shape.
+
+    The product of its dimensions, with 1 in place of 0, must not overflow. Otherwise two readers
+    could compute different sizes, and read different bytes.
+
+    Args:
+        shape: The shape.
+        bits: The bits of an element.
 
     >>> is_addressable((1 << 62, 4, 0), 8)
     False
     """
-    for n in shape:
-        bits *= n or 1
+    for length in shape:
+        bits *= length or 1
         if bits > ADDRESSABLE:
             return False
     return True
 
 
 class HeaderColumns(Value, frozen=True):
-    """The entries of a checked header, in their order."""
+    """The entries of a checked header as columns, in their order."""
 
     kinds: Sequence[TensorKind]
-    """Dtypes and shapes, each pair once."""
+    """All kinds of tensors, each once."""
     kind_indices: array[int]
     """For each entry its index in `kinds`."""
     starts: array[int]
@@ -250,14 +305,14 @@ class HeaderColumns(Value, frozen=True):
 
 
 class HeaderRecord(Value, frozen=True):
-    """What Holdfast recorded in a header or an index beside the tensors (`record.py`)."""
+    """What Holdfast recorded besides the tensors, in a header or an index (`record.py`)."""
 
     crcs: Sequence[int] = ()
-    """CRC-32 of each tensor, in the order of the header; empty if not recorded."""
+    """The CRC-32 of each tensor, in the order of the header; empty if not recorded."""
     recorded: Recorded | None = None
     notes: tuple[str, ...] = ()
     metadata_file: str | None = None
-    """The file beside this one with the rest of the metadata."""
+    """The file in the same folder with the rest of the metadata."""
     mismatch: Corrupted | None = None
     """How the file differs from its record, for a verification."""
     is_present: bool = False
@@ -269,148 +324,164 @@ NO_RECORD = HeaderRecord()
 def check_layout(
     entries: Mapping[str, HeaderEntry], data: range, limits: Limits, *, file: str | None = None
 ) -> HeaderColumns:
-    """Check every entry, and that together they tile the data section exactly; `data` are its places in the file.
+    """Check every entry, and that the tensors fill the data exactly, without gaps or overlaps.
 
-    Raises `HeaderError`, `LimitExceeded` for the rank, or `Truncated` where the data section is shorter than they say.
+    Bytes that belong to no tensor could hide content, and bytes of two tensors could make a small
+    file claim a huge checkpoint. Python's integers do not overflow, so all sums are exact.
 
-    All arithmetic is on Python's integers, which do not overflow. A dtype and shape is judged once. One pass checks all; it is
-    written for the honest file, where the tensors lie in the order of the header, and leaves every other one to a second look.
+    The first loop is for files whose tensors lie in the order of the header, as nearly all do. If
+    it finds anything else, a second check sorts the entries and reports what is wrong.
+
+    Args:
+        entries: The entries.
+        data: The offsets of the data in the file.
+        limits: The most dimensions of a tensor.
+        file: The name of the file, for errors.
+
+    Raises:
+        HeaderError: An entry is not valid, or bytes belong to no tensor or to several.
+        LimitExceeded: A tensor has too many dimensions.
+        Truncated: The file ends before the last tensor does.
     """
-    outlines: list[TensorKind] = []
-    judged: dict[str, dict[tuple[int, ...], tuple[int, int | None]]] = {}
-    lengths: list[int] = []
-    outline: list[int] = []
+    kind_index: dict[TensorKind, int] = {}
+    nbytes_of_kind: list[int | None] = []
+    kind_indices: list[int] = []
     starts: list[int] = []
-    first, position = data.start, 0
-    in_order = True
+    data_start = data.start
+    position = 0
+    is_in_order = True
     for entry in entries.values():
-        begin, end = entry.data_offsets
-        try:
-            number, nbytes = judged[entry.dtype][entry.shape]
-        except KeyError:
-            number, nbytes = len(outlines), _outline_nbytes(entry.dtype, entry.shape, limits)
-            judged.setdefault(entry.dtype, {})[entry.shape] = number, nbytes
-            outlines.append((entry.dtype, entry.shape))
-            lengths.append(nbytes or 0)
-        outline.append(number)
-        starts.append(first + begin)
-        if begin != position or end - begin != nbytes:
-            in_order = False
-        position = end
-    # In order, no end is behind the last one.
-    if not in_order or position > ADDRESSABLE:
-        for name, entry in entries.items():
-            begin, end = entry.data_offsets
-            if begin < 0 or end - begin != judged[entry.dtype][entry.shape][1] or end > ADDRESSABLE:
-                _explain(name, entry, limits, file=file)
-        position = _check_sorted(entries, file)
+        kind = (entry.dtype, entry.shape)
+        index = kind_index.get(kind)
+        if index is None:
+            index = kind_index[kind] = len(nbytes_of_kind)
+            nbytes_of_kind.append(_compute_nbytes(entry.dtype, entry.shape, limits))
+        start, stop = entry.data_offsets
+        if start != position or stop - start != nbytes_of_kind[index]:
+            is_in_order = False
+        position = stop
+        kind_indices.append(index)
+        starts.append(data_start + start)
+
+    # If the tensors are in order, no offset is larger than the last one.
+    if not is_in_order or position > ADDRESSABLE:
+        nbytes_by_kind = dict(zip(kind_index, nbytes_of_kind, strict=True))
+        position = _check_sorted(entries, nbytes_by_kind, limits, file=file)
     if position > len(data):
         message = f"the header describes {position:,} bytes of tensors, the file has {len(data):,}"
         raise Truncated(message, file=file, expected=position, found=len(data))
     if position < len(data):
-        raise HeaderError(
-            f"{len(data) - position:,} bytes follow the last tensor",
-            file=file,
-            expected=position,
-            found=len(data),
-        )
+        message = f"{len(data) - position:,} bytes follow the last tensor"
+        raise HeaderError(message, file=file, expected=position, found=len(data))
+
+    # Every kind has a size now: `_check_sorted` has refused all others.
+    nbytes = [nbytes_of_kind[index] or 0 for index in kind_indices]
     return HeaderColumns(
-        outlines,
-        array("q", outline),
-        array("q", starts),
-        array("q", map(lengths.__getitem__, outline)),
+        [*kind_index], array("q", kind_indices), array("q", starts), array("q", nbytes)
     )
 
 
-def _outline_nbytes(dtype: str, shape: tuple[int, ...], limits: Limits) -> int | None:
-    bits = BITS.get(dtype, 0)
-    # The rank before the product: that of a million long dimensions would take hours.
-    if (
-        not bits
-        or len(shape) > limits.rank
-        or min(shape, default=0) < 0
-        or (0 in shape and not is_addressable(shape, bits))
-    ):
+def _compute_nbytes(dtype_code: str, shape: tuple[int, ...], limits: Limits) -> int | None:
+    """Return the size of tensors of a kind; None if the dtype or the shape is not valid."""
+    dtype = DTYPE_OF_CODE.get(dtype_code)
+    # The rank is checked before the product: that of a million large dimensions would take hours.
+    if dtype is None or len(shape) > limits.rank or min(shape, default=0) < 0:
         return None
-    count = bits * math.prod(shape)
-    return None if count % 8 else count // 8
+    # The size of other shapes is compared with the file, and is too large for it anyway.
+    if 0 in shape and not is_addressable(shape, dtype.bits):
+        return None
+    total_bits = dtype.bits * math.prod(shape)
+    return None if total_bits % 8 else total_bits // 8
 
 
-def _check_sorted(entries: Mapping[str, HeaderEntry], file: str | None) -> int:
-    """The end of the last tensor of a header in another order than the data. Raises for holes and overlaps."""
+def _check_sorted(
+    entries: Mapping[str, HeaderEntry],
+    nbytes_by_kind: Mapping[TensorKind, int | None],
+    limits: Limits,
+    *,
+    file: str | None,
+) -> int:
+    """Check entries in the order of their offsets, and return the offset after the last tensor.
+
+    Args:
+        entries: The entries.
+        nbytes_by_kind: The size of each kind of tensor; None for one that is not valid.
+        limits: The most dimensions of a tensor.
+        file: The name of the file, for errors.
+    """
+    for name, entry in entries.items():
+        start, stop = entry.data_offsets
+        nbytes = nbytes_by_kind[entry.dtype, entry.shape]
+        if start < 0 or stop - start != nbytes or stop > ADDRESSABLE:
+            raise _find_entry_error(name, entry, limits, file=file)
+
     position = 0
-    before = ""
+    previous_name = ""
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        begin, end = entry.data_offsets
-        if begin != position:
-            if begin < position:
-                found = f"overlaps tensor {quote(before)}, which ends at {position:,}"
+        start, stop = entry.data_offsets
+        if start != position:
+            if start < position:
+                problem = f"overlaps tensor {quote(previous_name)}, which ends at {position:,}"
             else:
-                found = f"leaves a hole after byte {position:,} of the data"
-            message = f"at {format_pointer(name, 'data_offsets', 0)}: {begin:,} {found}"
+                problem = f"leaves a hole after byte {position:,} of the data"
             raise HeaderError(
-                message,
+                f"at {format_pointer(name, 'data_offsets', 0)}: {start:,} {problem}",
                 file=file,
                 tensor=name,
                 offset=PREFIX_NBYTES,
                 expected=position,
-                found=begin,
+                found=start,
             )
-        position, before = end, name
+        position = stop
+        previous_name = name
     return position
 
 
-def _explain(name: str, entry: HeaderEntry, limits: Limits, *, file: str | None) -> NoReturn:
-    begin, end = entry.data_offsets
-    bits = BITS.get(entry.dtype)
-    if bits is None:
-        _refuse(name, ("dtype",), f"there is no dtype {quote(entry.dtype)}", file=file)
-    if len(entry.shape) > limits.rank:
-        message = f"at {format_pointer(name, 'shape')}: {len(entry.shape):,} dimensions are more than Limits(rank={limits.rank})"
-        raise LimitExceeded(
-            message,
+def _find_entry_error(
+    name: str, entry: HeaderEntry, limits: Limits, *, file: str | None
+) -> HoldfastError:
+    """Return the error for the first problem of an entry that is not valid."""
+    start, stop = entry.data_offsets
+    shape = list(entry.shape)
+    dtype = DTYPE_OF_CODE.get(entry.dtype)
+    if dtype is None:
+        problem = f"there is no dtype {quote(entry.dtype)}"
+        return _build_entry_error(name, problem, "dtype", file=file)
+    if len(shape) > limits.rank:
+        return LimitExceeded(
+            f"at {format_pointer(name, 'shape')}: {len(shape):,} dimensions are more than "
+            f"Limits(rank={limits.rank})",
             file=file,
             tensor=name,
             offset=PREFIX_NBYTES,
             expected=limits.rank,
-            found=len(entry.shape),
+            found=len(shape),
         )
-    for i, n in enumerate(entry.shape):
-        if not 0 <= n <= ADDRESSABLE:
-            _refuse(name, ("shape", i), f"{_shown(n)} is no length", file=file)
-    for i, place in enumerate((begin, end)):
-        if not 0 <= place <= ADDRESSABLE:
-            _refuse(name, ("data_offsets", i), f"{_shown(place)} is no place in a file", file=file)
-    if end < begin:
-        _refuse(
-            name, ("data_offsets", 1), f"the end {end:,} lies before the begin {begin:,}", file=file
-        )
-    if not is_addressable(entry.shape, bits):
-        _refuse(
-            name,
-            ("shape",),
-            f"{list(entry.shape)} of {entry.dtype} is more than any file can hold",
-            file=file,
-        )
-    count = bits
-    for n in entry.shape:
-        count *= n
-    if count % 8:
-        _refuse(
-            name, ("shape",), f"{count:,} bits of {entry.dtype} do not fill whole bytes", file=file
-        )
-    _refuse(
-        name,
-        ("data_offsets",),
-        f"{end - begin:,} bytes, but {list(entry.shape)} of {entry.dtype} takes {count // 8:,}",
-        file=file,
-    )
+    for axis, length in enumerate(shape):
+        if not 0 <= length <= ADDRESSABLE:
+            problem = f"{_format_integer(length)} is not a valid length"
+            return _build_entry_error(name, problem, "shape", axis, file=file)
+    for index, offset in enumerate((start, stop)):
+        if not 0 <= offset <= ADDRESSABLE:
+            problem = f"{_format_integer(offset)} is not a valid offset"
+            return _build_entry_error(name, problem, "data_offsets", index, file=file)
+    if stop < start:
+        problem = f"the end {stop:,} lies before the start {start:,}"
+        return _build_entry_error(name, problem, "data_offsets", 1, file=file)
+    if not is_addressable(shape, dtype.bits):
+        problem = f"{shape} of {entry.dtype} is more than any file can hold"
+        return _build_entry_error(name, problem, "shape", file=file)
+
+    total_bits = dtype.bits * math.prod(shape)
+    if total_bits % 8:
+        problem = f"{total_bits:,} bits of {entry.dtype} do not fill whole bytes"
+        return _build_entry_error(name, problem, "shape", file=file)
+    problem = f"{stop - start:,} bytes, but {shape} of {entry.dtype} takes {total_bits // 8:,}"
+    return _build_entry_error(name, problem, "data_offsets", file=file)
 
 
-def _shown(number: int) -> str:
-    return f"{number:,}" if abs(number) < 1 << 70 else f"a number of {number.bit_length():,} bits"
-
-
-def _refuse(name: str, steps: tuple[str | int, ...], found: str, *, file: str | None) -> NoReturn:
-    message = f"at {format_pointer(name, *steps)}: {found}"
-    raise HeaderError(message, file=file, tensor=name, offset=PREFIX_NBYTES)
+def _format_integer(number: int) -> str:
+    """Return an integer as text. A file can have numbers of thousands of digits."""
+    if abs(number) < 1 << 70:
+        return f"{number:,}"
+    return f"a number of {number.bit_length():,} bits"
