@@ -1,4 +1,4 @@
-"""`holdfast.testing.check_format`: every format passes it, and it notices what a format does wrong."""
+"""`holdfast.testing.check_format`: every format passes it, and it fails for faulty readers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ READ_ONLY = {
 }
 
 
-def test_the_format_of_another_package_passes():
+def test_a_format_of_another_package_passes():
     check_format(TOY)
 
 
@@ -43,7 +43,7 @@ def test_formats_that_are_only_read_pass(name: str):
     check_format(format_of(name), FILES / READ_ONLY[name])
 
 
-def read_everything(source: Source) -> Description:
+def read_tensor_data(source: Source) -> Description:
     (key,) = source.store.list()
     source.bytes(key, 0, source.store.size(key))
     return holdfast_toy.describe(source)
@@ -56,7 +56,7 @@ def raise_another_error(source: Source) -> Description:
         raise ValueError("too short") from error
 
 
-def open_what_is_cut(source: Source) -> Description:
+def open_truncated_files(source: Source) -> Description:
     try:
         return holdfast_toy.describe(source)
     except Truncated:
@@ -64,7 +64,7 @@ def open_what_is_cut(source: Source) -> Description:
         return Description(TOY.name, table, table)
 
 
-def call_itself_otherwise(source: Source) -> Description:
+def return_another_format_name(source: Source) -> Description:
     return replace(holdfast_toy.describe(source), format="tyo")
 
 
@@ -72,22 +72,23 @@ def swap_tensors(source: Source) -> Description:
     description = holdfast_toy.describe(source)
     tensors = dict(description.tensors)
     names = list(tensors)
-    swapped = {name: tensors[other] for name, other in zip(names, reversed(names), strict=True)}
-    table = ViewTable(swapped)
+    tensors_in_reverse = [tensors[name] for name in reversed(names)]
+    table = ViewTable(dict(zip(names, tensors_in_reverse, strict=True)))
     return replace(description, tensors=table, tree=table)
 
 
-WRONG: dict[Callable[[Source], Description], str] = {
-    read_everything: "opening reads .* bytes of the elements",
+FAULTY_READERS: dict[Callable[[Source], Description], str] = {
+    read_tensor_data: "opening reads .* bytes of the elements",
     raise_another_error: "raises ValueError instead of an error of holdfast.errors",
-    open_what_is_cut: "file was cut off at byte .* and opens with other values",
-    call_itself_otherwise: "calls its format 'tyo'",
+    open_truncated_files: "file was cut off at byte .* and opens with other values",
+    return_another_format_name: "calls its format 'tyo'",
     swap_tensors: "saved .*, found|could not be opened again",
 }
+"""Functions that describe a file wrongly, and the message of the check that fails."""
 
 
-@pytest.mark.parametrize("describe", WRONG, ids=lambda describe: describe.__name__)
-def test_mistakes_are_noticed(describe: Callable[[Source], Description]):
-    wrong = replace(TOY, read_by=f"{__name__}:{describe.__name__}")
-    with pytest.raises(AssertionError, match=WRONG[describe]):
-        check_format(wrong)
+@pytest.mark.parametrize("describe", FAULTY_READERS, ids=lambda describe: describe.__name__)
+def test_a_faulty_reader_fails(describe: Callable[[Source], Description]):
+    faulty_format = replace(TOY, read_by=f"{__name__}:{describe.__name__}")
+    with pytest.raises(AssertionError, match=FAULTY_READERS[describe]):
+        check_format(faulty_format)
