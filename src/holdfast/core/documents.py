@@ -304,13 +304,12 @@ def _encodes_to(document_type: DocumentType[D], value: D, text: bytes) -> bool:
 
     entries: Mapping[str, object] = getattr(value, name)
     value_without_entries = msgspec.structs.replace(value, **{name: {}})  # type: ignore[type-var]  # a type with such a field is a struct
-    before, opening, after = msgspec.json.encode(value_without_entries).partition(
-        b'"%s":{' % name.encode()
-    )
-    if not text.startswith(before + opening) or not text.endswith(after):
+    text_without_entries = msgspec.json.encode(value_without_entries)
+    prefix, opening, suffix = text_without_entries.partition(b'"%s":{' % name.encode())
+    if not text.startswith(prefix + opening) or not text.endswith(suffix):
         return False
 
-    offset = len(before) + len(opening)
+    offset = len(prefix) + len(opening)
     separator = b""
     remaining_entries = iter(entries.items())
     while batch := dict(islice(remaining_entries, BATCH_LENGTH)):
@@ -319,7 +318,7 @@ def _encodes_to(document_type: DocumentType[D], value: D, text: bytes) -> bool:
             return False
         offset += len(batch_text)
         separator = b","
-    return offset + len(after) == len(text)
+    return offset + len(suffix) == len(text)
 
 
 def _check_version(document_type: DocumentType[D], document: object) -> None:

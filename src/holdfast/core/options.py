@@ -708,17 +708,17 @@ def get_annotation(option_set: Callable[..., object], name: str) -> str:
     return text
 
 
-def pick_fields(value_type: Callable[..., T], options: Mapping[str, Any], **more: Any) -> T:  # noqa: ANN401  # whatever the fields take
+def pick_fields(value_type: Callable[..., T], options: Mapping[str, Any], **other_fields: Any) -> T:  # noqa: ANN401  # whatever the fields take
     """Make a value of a lower layer from the options that have the names of its fields.
 
     Args:
         value_type: A subclass of `Value`, such as `Edits`.
         options: The options of a verb. Those that are not fields are ignored.
-        more: Further fields.
+        other_fields: Fields that are not options.
     """
     field_names: tuple[str, ...] = value_type.__struct_fields__  # type: ignore[attr-defined]
     fields = {name: options[name] for name in field_names if name in options}
-    return value_type(**fields, **more)
+    return value_type(**fields, **other_fields)
 
 
 def check_options(option_set: Callable[..., T], values: Mapping[str, object]) -> T:

@@ -353,14 +353,8 @@ def _suggest_braces(numbers: str) -> str:
     >>> _suggest_braces("0-1,10-19"), _suggest_braces("0-19")
     ('{{0..1},{10..19}}', '{0..19}')
     """
-    choices: list[str] = []
-    for number in numbers.split(","):
-        if "-" in number:
-            number = "{" + number.replace("-", "..") + "}"
-        choices.append(number)
-    if len(choices) == 1:
-        return choices[0]
-    return "{" + ",".join(choices) + "}"
+    choices = re.sub("([0-9]+)-([0-9]+)", r"{\1..\2}", numbers)
+    return f"{{{choices}}}" if "," in numbers else choices
 
 
 def _make_number_components(low: str, high: str, pattern: str) -> list[str]:
