@@ -126,6 +126,9 @@ class Box(Value, frozen=True, gc=False):
 
         An empty box is contained in every box of its rank. A box of another rank never is.
 
+        Args:
+            other: The other box.
+
         >>> Box.whole((4, 4)).contains(Box((1, 1), (3, 4)))
         True
         """
