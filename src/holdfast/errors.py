@@ -103,7 +103,7 @@ class HoldfastWarning(UserWarning):
     """Reports something that did not stop the call, but that you may want to know.
 
     Cause:
-        A background task failed, or a setting has no effect.
+        A background task failed or waits, or a plugin is ignored.
 
     Example:
         A `Run` with `when_failed="warn"` cannot write a step, because the disk is full. It warns,
@@ -388,7 +388,8 @@ class Replaced(StoreError):
         Another process saved to the same path while this one had the checkpoint open.
 
     Example:
-        `checkpoint["w"].numpy()`, after another process saved to the folder of `checkpoint`.
+        `checkpoint["w"].numpy()`, if another process replaced the folder of `checkpoint` before the
+        file with this tensor was opened.
 
     What to do:
         Open the checkpoint again.
