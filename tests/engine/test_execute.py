@@ -1,9 +1,10 @@
-"""The executor: the first failure wins and stops the rest, scratch memory is bounded, and little is read in vain."""
+"""Reading: the first error stops all threads, scratch memory is bounded, and few unwanted bytes are read."""
 
 from __future__ import annotations
 
 import threading
 import tracemalloc
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ MIB = 1 << 20
 
 
 class CountingStore(MemoryStore):
-    """Counts the reads and their bytes. It is read as a file: in memory that is there nothing would be read."""
+    """Counts reads and their bytes. It claims to be a file, because bytes in memory are not read."""
 
     read_profile = FILE_PROFILE
 
@@ -41,17 +42,17 @@ class CountingStore(MemoryStore):
 
 @pytest.fixture(scope="module")
 def matrix() -> np.ndarray:
-    """8 MiB, every element its own number."""
+    """A matrix of 8 MiB whose elements are all different."""
     return np.arange(2 * MIB, dtype=np.float32).reshape(2048, 1024)
 
 
-def opened(array: np.ndarray, **options: object) -> tuple[LazyTensor, CountingStore]:
+def open_array(array: np.ndarray, **options: object) -> tuple[LazyTensor, CountingStore]:
+    """Return an array as a lazy tensor of a source with these options, and its store."""
     store = CountingStore(memoryview(array).cast("B"))
     source = OpenSource(store, **options)
     dtype = DTYPES.numpy(array.dtype)
-    return LazyTensor.contiguous(
-        "m", dtype, array.shape, Storage("f", 0, array.nbytes, home=source.store), source
-    ), store
+    storage = Storage("f", 0, array.nbytes, home=source.store)
+    return LazyTensor.contiguous("m", dtype, array.shape, storage, source), store
 
 
 INDICES = {
@@ -63,66 +64,78 @@ INDICES = {
     "every other row": np.s_[::2],
     "backwards": np.s_[1500:500:-3, 200:1000],
     "everything": np.s_[:],
-    "turned": np.s_[None, 5:2000:7, ..., 64:960],
+    "with a new axis": np.s_[None, 5:2000:7, ..., 64:960],
 }
 
 
 @pytest.mark.parametrize("name", INDICES)
 @pytest.mark.parametrize("threads", [1, 4])
-def test_at_most_a_tenth_is_read_in_vain(name, threads, matrix):
-    tensor, store = opened(matrix, threads=threads)
-    part = tensor[INDICES[name]]
-    assert np.array_equal(part.numpy(), matrix[INDICES[name]])
-    assert store.nbytes <= part.nbytes * 1.1
+def test_at_most_a_tenth_of_the_bytes_is_unwanted(name, threads, matrix):
+    tensor, store = open_array(matrix, threads=threads)
+    tensor_slice = tensor[INDICES[name]]
+
+    array = tensor_slice.numpy()
+
+    assert np.array_equal(array, matrix[INDICES[name]])
+    assert store.nbytes <= tensor_slice.nbytes * 1.1
 
 
-def test_a_single_column_is_read_through_gaps_that_are_cheaper_than_calls():
-    """Rows shorter than the free gap: one pass over the file, and not one call an element."""
+def test_a_column_of_short_rows_is_one_read():
+    """The gaps between its elements are smaller than `free_gap`."""
     array = np.arange(100_000, dtype=np.int32).reshape(1000, 100)
-    tensor, store = opened(array, threads=1)
+    tensor, store = open_array(array, threads=1)
     assert np.array_equal(tensor[:, 3].numpy(), array[:, 3])
     assert store.calls == 1
 
 
-def test_a_single_column_of_long_rows_reads_no_rows(matrix):
-    tensor, store = opened(matrix, threads=1)
+def test_a_column_of_long_rows_reads_only_its_elements(matrix):
+    tensor, store = open_array(matrix, threads=1)
     assert np.array_equal(tensor[:, 3].numpy(), matrix[:, 3])
     assert store.nbytes == 2048 * 4
 
 
-def test_ten_thousand_scattered_slices_are_joined_as_far_as_the_policy_allows(matrix):
-    tensor, store = opened(matrix)
-    rows = [(i % 2048, i * 7 % 1000) for i in range(10_000)]
-    wanted = [tensor[r, c : c + 16] for r, c in rows]
-    found = read(wanted)
-    for i in range(0, 10_000, 97):
-        r, c = rows[i]
-        assert np.array_equal(found[i], matrix[r, c : c + 16])
+def test_scattered_slices_are_joined_as_far_as_the_policy_allows(matrix):
+    tensor, store = open_array(matrix)
+    positions = [(index % 2048, index * 7 % 1000) for index in range(10_000)]
+
+    arrays = read([tensor[row, column : column + 16] for row, column in positions])
+
+    for index in range(0, 10_000, 97):
+        row, column = positions[index]
+        assert np.array_equal(arrays[index], matrix[row, column : column + 16])
     assert store.calls < 7_000
-    # A tenth in vain, and gaps that are cheaper to read than to skip: at most one for each slice.
+    # A tenth of unwanted bytes, and for each slice at most one gap that is always read through.
     assert store.nbytes <= 10_000 * 64 * 1.1 + 10_000 * JoinPolicy().free_gap
 
 
-def test_ten_thousand_neighbours_become_very_few_reads(matrix):
-    tensor, store = opened(matrix)
-    flat = read([tensor[i // 8, i % 8 * 128 : i % 8 * 128 + 100] for i in range(10_000)])
-    assert len(flat) == 10_000
-    assert np.array_equal(flat[4321], matrix[540, 128:228])
+def test_ten_thousand_neighbors_become_four_reads(matrix):
+    tensor, store = open_array(matrix)
+    slices = []
+    for index in range(10_000):
+        start = index % 8 * 128
+        slices.append(tensor[index // 8, start : start + 100])
+
+    arrays = read(slices)
+
+    assert len(arrays) == 10_000
+    assert np.array_equal(arrays[4321], matrix[540, 128:228])
     assert store.calls <= 4
 
 
 def test_overlapping_slices_are_read_once(matrix):
-    tensor, store = opened(matrix)
-    found = read([tensor[i : i + 50] for i in range(0, 1000, 10)])
-    assert np.array_equal(found[99], matrix[990:1040])
+    tensor, store = open_array(matrix)
+
+    arrays = read([tensor[row : row + 50] for row in range(0, 1000, 10)])
+
+    assert np.array_equal(arrays[99], matrix[990:1040])
     assert store.nbytes <= 1040 * 4096 * 1.1
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_scratch_memory_is_bounded(threads):
-    """A transposed read passes through scratch memory: a block for each thread, whatever the size of the tensor."""
+    """A transposed tensor is read through scratch memory: a block for each thread at most."""
     array = np.zeros((4096, 4096), np.float32)
-    tensor, _ = opened(array, threads=threads)
+    tensor, _ = open_array(array, threads=threads)
     out = np.empty((4096, 4096), np.float32)
     tensor.T.read(out=out)
     tracemalloc.start()
@@ -134,8 +147,8 @@ def test_scratch_memory_is_bounded(threads):
     assert peak < (threads + 1) * JoinPolicy().block_nbytes * 1.25
 
 
-def test_contiguous_reads_need_no_scratch_at_all(matrix):
-    tensor, _ = opened(matrix, threads=2)
+def test_contiguous_tensors_need_no_scratch_memory(matrix):
+    tensor, _ = open_array(matrix, threads=2)
     out = np.empty_like(matrix)
     tracemalloc.start()
     try:
@@ -147,7 +160,7 @@ def test_contiguous_reads_need_no_scratch_at_all(matrix):
 
 
 class FailingStore(CountingStore):
-    """Fails at the n-th read."""
+    """Fails at one read and at all later ones."""
 
     def __init__(self, content: bytes, fail_at: int) -> None:
         super().__init__(content)
@@ -160,49 +173,47 @@ class FailingStore(CountingStore):
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_a_failed_read_is_raised_with_the_tensors_name_and_stops_the_rest(threads):
-    content = bytes(64 * MIB)
-    store = FailingStore(content, fail_at=2)
+def test_a_failed_read_names_the_tensor_and_stops_all_threads(threads):
+    nbytes = 64 * MIB
+    store = FailingStore(bytes(nbytes), fail_at=2)
     source = OpenSource(store, threads=threads)
-    tensor = LazyTensor.contiguous(
-        "layer.weight",
-        DTYPES.name("uint8"),
-        (64 * MIB,),
-        Storage("f", 0, 64 * MIB, home=source.store),
-        source,
-    )
+    storage = Storage("f", 0, nbytes, home=source.store)
+    tensor = LazyTensor.contiguous("layer.weight", DTYPES.name("uint8"), (nbytes,), storage, source)
+
     with pytest.raises(StoreError, match="disk is gone") as caught:
         tensor.numpy()
+
     assert caught.value.tensor == "layer.weight"
     assert store.calls <= 1 + threads
-    assert [t.name for t in threading.enumerate() if t.name.startswith("holdfast")] == []
+    thread_names = [thread.name for thread in threading.enumerate()]
+    assert not any(name.startswith("holdfast") for name in thread_names)
 
 
-def test_the_first_failure_wins_and_cancels_what_has_not_begun():
-    begun = []
-    failed = threading.Event()
+def test_no_task_starts_after_the_first_error():
+    started_tasks = []
+    has_failed = threading.Event()
 
-    def task(i: int) -> None:
-        begun.append(i)
-        if i == 1:
-            failed.set()
+    def run_task(task_index: int) -> None:
+        started_tasks.append(task_index)
+        if task_index == 1:
+            has_failed.set()
             raise StoreError("first")
-        failed.wait(5)
+        has_failed.wait(5)
 
     with pytest.raises(StoreError, match="first"):
-        run_all([lambda i=i: task(i) for i in range(500)], threads=2)
-    assert len(begun) < 50
+        run_all([partial(run_task, task_index) for task_index in range(500)], threads=2)
+    assert len(started_tasks) < 50
 
 
-def test_an_error_that_is_not_ours_is_not_lost():
-    def broken() -> None:
+def test_errors_of_other_libraries_are_raised():
+    def fail() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        run_all([broken] * 3, threads=2)
+        run_all([fail] * 3, threads=2)
 
 
-def test_every_number_of_threads_gives_the_same(matrix):
+def test_the_number_of_threads_does_not_change_the_result(matrix):
     for threads in (1, 2, 7, 16):
-        tensor, _ = opened(matrix, threads=threads)
+        tensor, _ = open_array(matrix, threads=threads)
         assert np.array_equal(tensor.T[5:900:3, ::-1].numpy(), matrix.T[5:900:3, ::-1])
