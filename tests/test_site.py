@@ -76,7 +76,7 @@ def test_every_page_is_in_the_navigation():
     )
 
 
-def test_commands_are_all_there():
+def test_the_page_of_commands_has_every_command_and_flag():
     from holdfast.cli.main import GROUPS, parser
     from holdfast.cli.parser import verbs_of
 
@@ -128,7 +128,7 @@ PLOTS = [
 
 
 @pytest.mark.parametrize("mark", PLOTS)
-def test_figures_are_drawn(mark: str):
+def test_every_plot_of_a_page_is_drawn(mark: str):
     drawing = svg(tool("plots").drawn(ROOT / "docs" / "measured", mark))
     assert len(list(drawing.iter("rect"))) >= 2
 
@@ -137,7 +137,7 @@ def svg(made: str) -> ElementTree.Element:
     return ElementTree.fromstring(made.split("</svg>")[0] + "</svg>")
 
 
-def test_a_drawing_is_longer_for_more_and_its_text_is_text(tmp_path: Path):
+def test_bars_are_as_long_as_their_ratios_and_text_is_escaped(tmp_path: Path):
     machine = {"date": "d", "cores": 2, "memory_gib": 1, "system": "s"}
     memory = {"ours": {"peak_nbytes": 1 << 20}, "peer": {"peak_nbytes": 2 << 20}}
 

@@ -44,25 +44,25 @@ VERBS = """
 """
 
 
-def fresh(code: str) -> str:
-    """What code prints in a new interpreter."""
+def run_code(code: str) -> str:
+    """Run code in a new interpreter and return what it prints."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def starred(module: str) -> set[str]:
-    """What a star import of a module brings."""
+def star_import(module: str) -> set[str]:
+    """Return the names that a star import of a module defines."""
     names: dict[str, object] = {}
     exec(f"from {module} import *", names)
     return set(names) - {"__builtins__"}
 
 
-def test_the_names_of_holdfast():
+def test_star_import_has_exactly_the_public_names():
     assert set(dir(holdfast)) == {*holdfast.__all__, "jax", "metadata", "testing", "torch"}
     assert set(VERBS.split()) <= set(holdfast.__all__)
     assert {name for name in holdfast.__all__ if name[0].islower()} == set(VERBS.split())
-    assert starred("holdfast") == set(holdfast.__all__)
+    assert star_import("holdfast") == set(holdfast.__all__)
     assert set(METADATA.split()) <= set(holdfast.metadata.__all__)
     for module in (holdfast.errors, holdfast.metadata):
         assert dir(module) == sorted(module.__all__)
@@ -94,7 +94,7 @@ def test_the_names_of_the_adapter():
     assert dir(holdfast.torch) == sorted(holdfast.torch.__all__)
     assert set(holdfast.torch.__all__) == set(ADAPTER.split())
     assert [name for name in LESS_USED.split() if not hasattr(holdfast.torch, name)] == []
-    assert starred("holdfast.torch") == set(holdfast.torch.__all__)
+    assert star_import("holdfast.torch") == set(holdfast.torch.__all__)
     assert dir(holdfast.torch.sparsity) == sorted(holdfast.torch.sparsity.__all__)
     assert set(SPARSITY.split()) <= set(dir(holdfast.torch.sparsity))
 
@@ -104,7 +104,7 @@ def test_every_name_of_torch_serialization_is_there():
     ours = holdfast.torch.serialization
     assert set(ours.__all__) == set(SERIALIZATION.split())
     assert set(torch.serialization.__all__) <= set(ours.__all__)
-    assert starred("holdfast.torch.serialization") == set(ours.__all__)
+    assert star_import("holdfast.torch.serialization") == set(ours.__all__)
 
 
 def test_the_adapter_is_found_as_an_attribute():
@@ -113,7 +113,7 @@ def test_the_adapter_is_found_as_an_attribute():
         "import sys, holdfast; dir(holdfast); print('torch' in sys.modules); "
         "holdfast.torch.load; print('torch' in sys.modules)"
     )
-    assert fresh(loaded).split() == ["False", "True"]
+    assert run_code(loaded).split() == ["False", "True"]
 
 
 HIDDEN = "import sys; sys.modules['torch'] = None\n"
@@ -121,38 +121,37 @@ HIDDEN = "import sys; sys.modules['torch'] = None\n"
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "statement",
     ["import holdfast.torch", "from holdfast import torch", "from holdfast.torch import load"],
 )
-def test_without_torch_an_import_says_so(asked: str):
-    said = fresh(
-        f"{HIDDEN}try:\n    {asked}\nexcept ModuleNotFoundError as error:\n    print(error.name, error)"
+def test_an_import_without_torch_names_what_is_missing(statement: str):
+    output = run_code(
+        f"{HIDDEN}try:\n    {statement}\nexcept ModuleNotFoundError as error:\n    print(error.name, error)"
     )
-    assert said.startswith(
+    assert output.startswith(
         "torch holdfast.torch needs torch, which is not installed here: pip install torch."
     )
 
 
-def test_without_torch_the_attribute_says_so():
-    asked = "try:\n    holdfast.torch\nexcept AttributeError as error:\n    print(error)"
-    said = fresh(f"{HIDDEN}import holdfast\nprint(hasattr(holdfast, 'torch'))\n{asked}")
-    assert said.startswith("False\nholdfast.torch needs torch, which is not installed here")
-    fresh(
+def test_an_attribute_without_torch_names_what_is_missing():
+    access = "try:\n    holdfast.torch\nexcept AttributeError as error:\n    print(error)"
+    output = run_code(f"{HIDDEN}import holdfast\nprint(hasattr(holdfast, 'torch'))\n{access}")
+    assert output.startswith("False\nholdfast.torch needs torch, which is not installed here")
+    run_code(
         f"{HIDDEN}import inspect, holdfast\nassert 'torch' not in dict(inspect.getmembers(holdfast))\nfrom holdfast import *"
     )
 
 
-def test_a_name_that_is_not_there():
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         holdfast.nothing  # noqa: B018
 
 
-def test_builtins_stay():
-    """A star import takes `open` on purpose, and no other builtin."""
+def test_open_is_the_only_builtin_that_a_star_import_replaces():
     assert {name for name in holdfast.__all__ if hasattr(builtins, name)} == {"open"}
 
 
-def test_the_package_as_a_program():
+def test_the_package_runs_as_a_program():
     done = subprocess.run(
         [sys.executable, "-m", "holdfast", "--version"], capture_output=True, text=True, check=False
     )

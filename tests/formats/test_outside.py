@@ -83,7 +83,7 @@ def install(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
         sys.modules.pop(module, None)
 
 
-def test_the_verbs_know_a_format_of_another_package(tmp_path: Path, install: Install):
+def test_all_verbs_accept_a_format_of_another_package(tmp_path: Path, install: Install):
     install()
     path = tmp_path / "model.toy"
     holdfast.save(STATE, path)
@@ -105,7 +105,7 @@ def test_verify_notices_a_changed_byte(tmp_path: Path, install: Install):
     assert holdfast.verify(path).verdict == "damaged"
 
 
-def test_the_command_line_knows_it(
+def test_the_command_line_has_the_format_and_the_command_of_a_package(
     tmp_path: Path, install: Install, capsys: pytest.CaptureFixture[str]
 ):
     install()
@@ -124,7 +124,7 @@ def test_the_command_line_knows_it(
     assert "a command of the package holdfast-toy" in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_installed_command_knows_it(tmp_path: Path):
+def test_a_new_process_finds_an_installed_package(tmp_path: Path):
     """As a user runs it: in a new process, with the package in a folder of the path."""
     install_toy(tmp_path)
     path = tmp_path / "model.toy"
@@ -140,7 +140,7 @@ def test_the_installed_command_knows_it(tmp_path: Path):
     assert "toy" in done.stdout
 
 
-def test_without_the_package_nobody_knows_it(install: Install, tmp_path: Path):
+def test_without_the_package_the_format_is_unknown(install: Install, tmp_path: Path):
     with pytest.raises(UnknownFormat):
         holdfast.open(TOY_FILE)
     with pytest.raises(Unsupported, match="there is no format 'toy'"):
@@ -203,7 +203,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("source", "problem"), BROKEN.values(), ids=list(BROKEN))
-def test_a_broken_plugin_is_named_and_disturbs_nobody(
+def test_a_broken_plugin_is_named_and_the_others_work(
     install: Install, tmp_path: Path, source: str, problem: str
 ):
     install("other_format", source, formats={"other": "other_format:OTHER"})
@@ -260,7 +260,7 @@ def test_a_plugin_does_not_replace_a_built_in_command(
     assert "other_format" not in sys.modules
 
 
-def test_a_package_in_the_current_folder_does_not_count(tmp_path: Path):
+def test_a_package_in_the_current_folder_is_ignored(tmp_path: Path):
     """A downloaded folder with the metadata of a package must not run code, with `python -m` either."""
     install_toy(tmp_path)
     tmp_path.joinpath("holdfast_toy.py").write_text("print('executed')")
@@ -277,7 +277,7 @@ def test_a_package_in_the_current_folder_does_not_count(tmp_path: Path):
     assert "not a checkpoint" in done.stderr
 
 
-def test_metadata_that_cannot_be_read_disturbs_nobody(
+def test_a_package_with_broken_metadata_is_ignored(
     install: Install, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
@@ -291,6 +291,6 @@ def test_metadata_that_cannot_be_read_disturbs_nobody(
     assert holdfast.open(tmp_path / "a.toy").format == "toy"
 
 
-def test_the_documentation_shows_this_format():
+def test_the_documentation_shows_the_toy_format():
     page = OUTSIDE.parents[2].joinpath("docs", "reference", "extending.md").read_text()
     assert OUTSIDE.joinpath("holdfast_toy.py").read_text() in page

@@ -154,7 +154,10 @@ HEADER_CASES = {
         "at $.w.shape[0]: a number that is too large for a float",
     ),
     "shape negative": (with_field("shape", "[-4]"), "at $.w.shape[0]: -4 is not a valid length"),
-    "shape twice negative": (with_field("shape", "[-2,-2]"), "at $.w.shape[0]: -2 is not a valid length"),
+    "shape twice negative": (
+        with_field("shape", "[-2,-2]"),
+        "at $.w.shape[0]: -2 is not a valid length",
+    ),
     "shape minus zero": (
         frame('{"w":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}'),
         "at $.w.shape[0]: -0",
