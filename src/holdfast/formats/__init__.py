@@ -260,7 +260,7 @@ FORMATS = [
         "safetensors",
         ".safetensors.read:describe",
         b"",
-        ".safetensors.read:begins_like_safetensors",
+        ".safetensors.read:has_safetensors_start",
         (".safetensors",),
         choices=("safetensors",),
         written_by=".safetensors.write:lay_out_safetensors",

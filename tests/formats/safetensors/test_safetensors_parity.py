@@ -114,7 +114,7 @@ def test_the_mapping_and_the_tree():
 def test_a_lone_piece_is_noted():
     info = json.dumps({"w": {"saved_offsets": [4]}})
     description = describe(craft({"w": entry("U8", [4], 0, 4)}, 4, {"DCP_SHARDING_INFO": info}))
-    assert "pieces of larger ones" in description.notes[0]
+    assert "shards of larger ones" in description.notes[0]
     assert description.tensors["w"].shape == (4,)
 
 

@@ -32,8 +32,8 @@ from holdfast.formats.index_file import (
 from holdfast.formats.recorded import Recorded, restore
 from holdfast.formats.safetensors.read import (
     Header,
+    collect_storages,
     describe_unknown_fields,
-    header_storages,
     read_header,
     refuse_orphans,
 )
@@ -293,7 +293,7 @@ def _headers_table(headers: Sequence[Header], source: Source, places: Places) ->
             "q", outline if own == [*range(len(own))] else [*map(own.__getitem__, outline)]
         )
     kinds = [RowKind.from_shape(DTYPE_OF_CODE[code], shape) for code, shape in positions]
-    storages = header_storages(headers, source)
+    storages = collect_storages(headers, source)
     storage = array(
         "q", [IRREGULAR if isinstance(place, LazyTensor) else place for place in places.values()]
     )
