@@ -39,7 +39,7 @@ Words that all modules share, in addition to the list of the project (docs/desig
   has a range of its own.
 - The **root** of an array is the array that owns its memory.
 - A **member** is one of several storages or tables that are used as one.
-- The **original** of a computed tensor is the tensor that it is computed of.
+- The **original** of a computed tensor is the tensor that it is computed from.
 - A **label** names data in a plan. Its checksum is reported under this label.
 - A **task** is a function without arguments that runs on any thread.
 """

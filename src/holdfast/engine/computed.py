@@ -37,14 +37,14 @@ from holdfast.numeric.dequantize import BLOCK_TYPES, BlockType
 from holdfast.stores.virtual import Virtual, VirtualFile, tensor_stamp
 
 Compute = Callable[[np.ndarray], np.ndarray]
-"""Computes new elements of original ones, element by element."""
+"""Computes new elements from original ones, element by element."""
 
 Observe = Callable[[np.ndarray, np.ndarray], None]
-"""Receives original elements and what was computed of them. Any thread may call it."""
+"""Receives original elements and what was computed from them. Any thread may call it."""
 
 ObserveRows = Callable[[Sequence[str], Ints, np.ndarray, np.ndarray], None]
 """Receives the names of several tensors, the index of the first element of each, the elements of
-all of them in one array, and what was computed of these. Any thread may call it."""
+all of them in one array, and what was computed from these. Any thread may call it."""
 
 DECODED_ELEMENTS = 1 << 18
 """How many elements of quantized blocks are decoded at a time, so that all arrays that are needed
@@ -219,7 +219,7 @@ class ComputedTensors(SourcedStore):
         observe: Observe | None = None,
         seen: SeenElements | None = None,
     ) -> LazyTensor:
-        """Return a tensor of the same shape whose elements are computed of the original's.
+        """Return a tensor of the same shape whose elements are computed from the original's.
 
         Args:
             original: The tensor to read.
@@ -260,7 +260,7 @@ class ElementwiseComputation(Value, frozen=True, eq=False):
 
 
 class ComputedStorages:
-    """The storages of a table, followed by storages that are computed of tensors.
+    """The storages of a table, followed by storages that are computed from tensors.
 
     A computed storage has the elements of its tensor in C order. Many short ones are computed
     together, a long one is computed a block at a time.
@@ -281,7 +281,7 @@ class ComputedStorages:
             origin: The storages that are not computed. They keep their indices.
             computations: The computations.
             computation_indices: The computation of each original, as an index into `computations`.
-            originals: The tensors that the new storages are computed of, in the order of these.
+            originals: The tensors that the new storages are computed from, in the same order.
         """
         self._origin = origin
         self._originals = originals
@@ -417,13 +417,26 @@ class ComputedStorages:
 
         # A storage that was read by its lazy tensor may have been observed in part.
         for position in np.flatnonzero(has_tensor & ~was_observed).tolist():
-            _, seen = self._tensors[storage_indices.item(position)]
-            names = self._list_names(storage_indices[position : position + 1])
-            first = np.zeros(1, np.int64)
+            storage_index = storage_indices.item(position)
             start = starts.item(position)
-            for unseen_start, unseen_stop in seen.add(0, counts.item(position)):
-                unseen = slice(start + unseen_start, start + unseen_stop)
-                computation.observe(names, first, elements[unseen], computed[unseen])
+            stop = start + counts.item(position)
+            self._observe_unseen(
+                computation, storage_index, elements[start:stop], computed[start:stop]
+            )
+
+    def _observe_unseen(
+        self,
+        computation: ElementwiseComputation,
+        storage_index: int,
+        elements: np.ndarray,
+        computed: np.ndarray,
+    ) -> None:
+        """Pass those elements of one storage to the observer that no lazy tensor has passed to it."""
+        name = self._originals[storage_index - self._first_computed].name
+        first = np.zeros(1, np.int64)
+        _, seen = self._tensors[storage_index]
+        for start, stop in seen.add(0, len(elements)):
+            computation.observe([name], first, elements[start:stop], computed[start:stop])
 
     def _list_names(self, storage_indices: Ints) -> list[str]:
         """Return the name of the original of each computed storage."""

@@ -251,7 +251,17 @@ class _FileReader:
         crcs: Ints,
         scratch: Scratch,
     ) -> None:
-        """Prepare to read one file. `addresses` and `crcs` are those of all `ranges`."""
+        """Prepare to read one file.
+
+        Args:
+            store: The store that has the file.
+            reads: The ranges of all files, with the functions that describe them in errors.
+            ranges: The same ranges, whose columns are arrays.
+            joined_reads: The reads of this file. Their pieces refer to `ranges`.
+            addresses: The address that each of the ranges is read to.
+            crcs: The CRC-32 that each of the ranges must have, or `NO_CRC`.
+            scratch: Scratch memory for joined reads.
+        """
         self._store = store
         self._reads = reads
         self._ranges = ranges

@@ -171,19 +171,19 @@ def write_stream(
     plan: FilePlan,
     file: Writer,
     *,
-    known: Mapping[str, int] | None = None,
-    requests: int | None = None,
-    block: int = REMOTE_BLOCK_NBYTES,
+    known_crcs: Mapping[str, int] | None = None,
+    max_requests: int | None = None,
+    block_nbytes: int = REMOTE_BLOCK_NBYTES,
 ) -> dict[str, int]:
     """Write all segments of a planned file in order, and flush the file if it can be flushed.
 
     Args:
         plan: The planned file.
         file: Receives the bytes.
-        known: The checksums of files that were written before, which this file may contain.
-        requests: The most blocks of remote data that are read ahead. None for as many as the store
-            prefers.
-        block: The size of these blocks.
+        known_crcs: The checksums of files that were written before, which this file may contain.
+        max_requests: The most blocks of remote data that are read ahead. None for as many as the
+            store prefers.
+        block_nbytes: The size of these blocks.
 
     Returns:
         The CRC-32 of all data by label, and content hashes under their own keys.
@@ -193,7 +193,7 @@ def write_stream(
         Corrupted: Data is not what its source records.
     """
     if plan.nbytes < GATHER_NBYTES:
-        content, receipt = assemble_file(plan, known or {})
+        content, receipt = assemble_file(plan, known_crcs or {})
         write_all(file, content)
         _flush(file)
         return receipt.crcs
@@ -201,8 +201,10 @@ def write_stream(
     remote_segments = [segment for segment in plan.segments if _is_remote(segment)]
     request_counts = [_count_requests(segment) for segment in remote_segments]
     preferred_count = max(request_counts, default=0)
-    window = max(1, min(preferred_count, requests or preferred_count))
+    window = max(1, min(preferred_count, max_requests or preferred_count))
 
+    # If checksums stand before their data, they must be known before the data is written: as the
+    # source records them, or by reading the data once more.
     expected_crcs: dict[str, int] = {}
     if _has_checksums_before_data(plan):
         for segment in plan.segments:
@@ -213,12 +215,14 @@ def write_stream(
         unknown_segments = [
             segment for segment in remote_segments if segment.label not in expected_crcs
         ]
-        with closing(_read_ahead(_cut_remote_data(unknown_segments, block), window)) as blocks:
+        calls = _cut_remote_data(unknown_segments, block_nbytes)
+        with closing(_read_ahead(calls, window)) as blocks:
             expected_crcs |= _compute_crcs(plan, blocks, expected_crcs)
-    with closing(_read_ahead(_cut_remote_data(remote_segments, block), window)) as blocks:
-        return _write_segments(
-            plan, file, {**(known or {}), **expected_crcs}, expected_crcs, blocks
-        )
+
+    crcs = {**(known_crcs or {}), **expected_crcs}
+    calls = _cut_remote_data(remote_segments, block_nbytes)
+    with closing(_read_ahead(calls, window)) as blocks:
+        return _write_segments(plan, file, crcs, expected_crcs, blocks)
 
 
 def _count_requests(segment: Data) -> int:

@@ -101,9 +101,9 @@ def _pass(file: FilePlan, how: SaveContext, target: Writer) -> dict[str, int]:
     crcs = write_stream(
         file,
         CountingWriter(target, how.progress) if how.progress else target,
-        known=how.crcs,
-        requests=how.threads,
-        block=how.block_nbytes or REMOTE_BLOCK_NBYTES,
+        known_crcs=how.crcs,
+        max_requests=how.threads,
+        block_nbytes=how.block_nbytes or REMOTE_BLOCK_NBYTES,
     )
     how.crcs.update(crcs)
     check_source(file, how.crcs)
