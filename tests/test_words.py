@@ -52,22 +52,31 @@ WORDS = {
 """Words that no name may contain, and the word to use instead."""
 
 CLASSES = {
+    "Budget": "MemoryBudget",
+    "Computed": "ComputedTensors",
     "Copy": "StoredCopy",
+    "Dequantized": "DequantizedTensors",
     "DocumentKind": "DocumentType",
+    "Elementwise": "ElementwiseComputation",
     "Extent": "StorageRange",
     "Hashed": "HashAndHead",
     "Matched": "RowMatches",
     "Medium": "ReadProfile",
     "Met": "Overlaps",
     "Part": "LayoutPart",
-    "Places": "ChunkLookup",
+    "Parts": "JoinedReads, RangePieces",
     "Piece": "BytesLike, or a name that says what it is a piece of",
+    "Places": "ChunkLookup",
     "Read": "JoinedRead",
+    "Reads": "JoinedReads",
+    "Resident": "MemoryTensors",
     "Sent": "PortableMethod",
     "Share": "WriteTask",
     "Shares": "BlockSizes, ReadAssignments",
+    "Sourced": "SourcedStore",
     "Stretch": "RowRun",
     "Sums": "BlockCrcs",
+    "Tabulated": "TensorColumns",
 }
 """Everyday words that were names of classes with different meanings, and the names that replaced them."""
 
