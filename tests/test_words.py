@@ -64,7 +64,6 @@ CLASSES = {
     "Medium": "ReadProfile",
     "Met": "Overlaps",
     "Part": "LayoutPart",
-    "Parts": "JoinedReads, RangePieces",
     "Piece": "BytesLike, or a name that says what it is a piece of",
     "Places": "ChunkLookup",
     "Read": "JoinedRead",
