@@ -164,7 +164,7 @@ def test_ranks_with_different_pieces_are_refused():
 
     for error in on_ranks(3, job):
         assert isinstance(error, RanksFailed)
-        assert "rank 1 not that of rank 0" in str(error)
+        assert "rank 1 opened another one than rank 0" in str(error)
 
 
 def test_ranks_with_different_operations_are_refused():
@@ -174,7 +174,7 @@ def test_ranks_with_different_operations_are_refused():
             exchange(ranks, b"", common=b"")
 
     for error in on_ranks(2, job):
-        assert "it was asked to copy, and rank 0 to verify" in str(error)
+        assert "it was called to copy, but rank 0 to verify" in str(error)
 
 
 def test_a_process_alone_raises_its_own_exceptions():

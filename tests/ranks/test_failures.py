@@ -420,7 +420,7 @@ def different_calls(world: World, path: str, how: str) -> None:
 def test_ranks_that_do_different_things(pool: Pool, tmp_path: Path, how: str):
     check_failed(
         pool.run(SIZE, different_calls, str(tmp_path / "step"), how), tmp_path / "step", kept=None,
-        mentions={1: "it was asked to", 2: "it was asked to"} if how != "verb" else {1: "", 2: ""},
+        mentions={1: "it was called to", 2: "it was called to"} if how != "verb" else {1: "", 2: ""},
     )  # fmt: skip
 
 

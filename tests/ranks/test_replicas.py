@@ -470,7 +470,7 @@ def disagree(world: World, path: str) -> None:
 def test_ranks_that_ask_for_different_things(pool: Pool, saved):
     said = failures(pool.run(2, disagree, str(saved("native", 2))))
     assert all(
-        "it was asked to load (replicated=auto), and rank 0 to load (replicated=read)"
+        "it was called to load (replicated=auto), but rank 0 to load (replicated=read)"
         in str(failure)
         for failure in said
     )

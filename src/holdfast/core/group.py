@@ -367,7 +367,7 @@ class SeveralRanks(Ranks):
         for rank, message in enumerate(messages):
             if message.operation != self._operation:
                 causes[rank] = (
-                    f"it was asked to {message.operation}, and rank 0 to {self._operation}"
+                    f"it was called to {message.operation}, but rank 0 to {self._operation}"
                 )
                 continue
             if message.cause:
@@ -554,8 +554,9 @@ def check_same_checkpoint(marks: Sequence[bytes]) -> None:
     differing_ranks = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
     if differing_ranks:
         raise Replaced(
-            f"the ranks have opened different checkpoints ({format_ranks(differing_ranks)} not "
-            "that of rank 0): it was saved again, or it is not on storage that all of them share",
+            f"the ranks have opened different checkpoints: {format_ranks(differing_ranks)} opened "
+            "another one than rank 0; either it was saved again, or it is not on storage that all "
+            "ranks share",
             found=tuple(differing_ranks),
         )
 

@@ -247,7 +247,9 @@ def _parse_slowly(raw: bytes, file: str | None, start: int) -> object:
         # The depth was checked, but a caller may have set the limit above what the call stack
         # allows.
         raise LimitExceeded(
-            "the JSON document nests too deeply to be parsed", file=file, offset=start
+            "the JSON document nests too deeply to be parsed; pass a lower Limits(depth=…)",
+            file=file,
+            offset=start,
         ) from None
 
     if hooks.has_flaws or SURROGATE_ESCAPE.search(raw):
