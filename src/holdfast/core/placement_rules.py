@@ -129,12 +129,12 @@ def default_axes(
     return axes
 
 
-def _find_tensor_parallel_dimension(name: str, rank: int) -> int | None:
+def _find_tensor_parallel_dimension(name: str, dimension_count: int) -> int | None:
     """Return the dimension that tensor parallelism shards, or None if every rank has the tensor.
 
     Args:
         name: The dotted name of a parameter. Its last two components are a module and a parameter.
-        rank: The number of dimensions of the parameter.
+        dimension_count: The number of dimensions of the parameter.
     """
     components = name.split(".")
     if len(components) < 2:
@@ -142,6 +142,7 @@ def _find_tensor_parallel_dimension(name: str, rank: int) -> int | None:
     module, parameter = components[-2:]
     if module in ROW_SHARDED_MODULES and parameter in ("weight", "bias"):
         return 0
-    if module in COLUMN_SHARDED_MODULES and parameter == "weight" and rank == 2:
+    is_matrix = parameter == "weight" and dimension_count == 2
+    if module in COLUMN_SHARDED_MODULES and is_matrix:
         return 1
     return None
