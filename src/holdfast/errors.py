@@ -134,6 +134,7 @@ class HoldfastError(Exception):
         offset: The byte in the file, or None.
         expected: The value that was expected, or None.
         found: The value that was found instead, or None.
+        errno: The code of the system, if the error is an `OSError`. None if there is no code.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class HoldfastError(Exception):
         offset: int | None = None,
         expected: object = None,
         found: object = None,
+        errno: int | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -153,6 +155,9 @@ class HoldfastError(Exception):
         self.offset = offset
         self.expected = expected
         self.found = found
+        # Not an assignment of None, which would hide the code that a subclass has for itself.
+        if errno is not None:
+            self.errno: int | None = errno
 
     def __str__(self) -> str:
         """Return the message, followed by the file, the tensor and the byte in parentheses."""
@@ -471,27 +476,7 @@ class SaveError(HoldfastError, OSError):
 
     What to do:
         Correct the cause that the message names, and save again.
-
-    Attributes:
-        errno: The code of the system, or None.
     """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        file: str | None = None,
-        errno: int | None = None,
-        tensor: str | None = None,
-        offset: int | None = None,
-        expected: object = None,
-        found: object = None,
-    ) -> None:
-        super().__init__(
-            message, file=file, tensor=tensor, offset=offset, expected=expected, found=found
-        )
-        if errno is not None:
-            self.errno = errno
 
 
 class NotCommitted(SaveError):
