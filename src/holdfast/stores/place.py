@@ -15,6 +15,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -139,7 +140,7 @@ class LocalPlace(Value, frozen=True):
         Raises:
             StoreError: The file system does not tell.
         """
-        folder = os.path.dirname(follow_link(self.path)) or os.curdir
+        folder = os.path.dirname(os.path.realpath(self.path))
         try:
             return platform.count_free_nbytes(folder)
         except OSError as error:
@@ -279,26 +280,19 @@ def follow_link(path: str) -> str:
 
 
 def is_same_place(first_path: str, second_path: str) -> bool:
-    """Return whether two paths or URLs lead to the same file, directory or object."""
+    """Return whether two paths or URLs lead to the same file, directory or object.
+
+    Two hard links of a file are two places.
+    """
     first_place = place_at(first_path)
     second_place = place_at(second_path)
     if first_place.on_disk and second_place.on_disk:
-        # Two different inodes settle it without following every link of both paths.
-        is_same_inode = _find_inode(first_path) == _find_inode(second_path)
-        return is_same_inode and first_place.identity == second_place.identity
+        # Two different files settle it, without following every link of both paths. A path where
+        # nothing exists, or that cannot exist, raises an error.
+        with suppress(OSError, ValueError):
+            if not os.path.samefile(first_path, second_path):
+                return False
     return first_place.identity == second_place.identity
-
-
-def _find_inode(path: str) -> tuple[int, int] | None:
-    """Return device and inode of a file, or None if there is no file.
-
-    Two hard links of a file have the same inode, so equal inodes do not mean the same place.
-    """
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return status.st_dev, status.st_ino
 
 
 def join(folder: str, name: str) -> str:
