@@ -55,8 +55,8 @@ from holdfast.formats.recorded import order_fields
 from holdfast.formats.safetensors.schema import METADATA as RESERVED
 from holdfast.formats.safetensors.write import (
     fill_shards,
-    index_file,
-    name_problem,
+    find_name_problem,
+    plan_index_file,
 )
 from holdfast.formats.torch.write import lay_out_torch_zip, unkept_texts
 
@@ -238,7 +238,7 @@ class SafetensorsShards(Sharded):
                 for tensor in writes.tensors[np.sort(boxes)].tolist():
                     first.setdefault(contents.names[tensor], receipt.key)
         return [
-            index_file(
+            plan_index_file(
                 INDEX,
                 first,
                 total,
@@ -473,7 +473,7 @@ def _separate_names(table: Table, rows_by_file: RowsByFile) -> list[Sequence[int
 def _check_names(table: Table, rows: Sequence[int], *, strict: bool) -> None:
     names, problems = [table.names[row] for row in rows], list[str]()
     if RESERVED in names or not is_unicode("".join(names)):
-        problems += [f"{name}: {problem}" for name in names if (problem := name_problem(name))]
+        problems += [f"{name}: {problem}" for name in names if (problem := find_name_problem(name))]
     lacking = (
         {k: kind.dtype for k, kind in enumerate(table.kinds) if not kind.dtype.safetensors}
         if strict

@@ -35,7 +35,7 @@ from holdfast.formats.native.manifest import CANNOT, StoredBoxes, are_whole, as_
 from holdfast.formats.recorded import PAIRS
 from holdfast.formats.safetensors.record import checksum_digits
 from holdfast.formats.safetensors.schema import MANIFEST, SHARDING_INFO
-from holdfast.formats.safetensors.write import FileLayout, HeaderKind, plan_file
+from holdfast.formats.safetensors.write import HeaderKind, PlannedFile, plan_file
 
 HALVES = {"complex128": "F64", "complex32": "F16", "bcomplex32": "BF16"}
 
@@ -118,7 +118,7 @@ class BoxFile(Value, frozen=True, eq=False):
     """The layout of one data file with boxes that have different names."""
 
     boxes: Boxes
-    layout: FileLayout
+    layout: PlannedFile
     hashing: Mapping[str, Hashing]
     """The boxes that are hashed when they are written, and how."""
     label: str
@@ -185,7 +185,7 @@ def lay_out_box_file(
         names = table.names
         hashing = {names[row]: "head" if row in changed else "hash" for row in rows}
     kinds = [carried(kind) for kind in table.kinds]
-    layout = plan_file(key, table, rows, kinds, texts, fields=fields, label=label, hashed=hashing)
+    layout = plan_file(key, table, rows, kinds, texts, fields=fields, label=label, hashing=hashing)
     most = DEFAULTS.header_nbytes
     if layout.header_nbytes > most:
         problem = f"the header of a data file would be longer than {most:,} bytes"

@@ -40,7 +40,7 @@ from holdfast.formats.native.schema import (
 )
 from holdfast.formats.safetensors.record import CRC_DIGITS
 from holdfast.formats.safetensors.schema import MANIFEST
-from holdfast.formats.safetensors.write import index_text
+from holdfast.formats.safetensors.write import format_index
 
 INDEX = "model.safetensors.index.json"
 
@@ -270,7 +270,7 @@ class _Chunks:
             )
         total = {"total_size": int((self._stops - self._starts).sum())}
         weight_map = {names[at]: files[self._files.item(at)] for at in order}
-        return (index_text(total, weight_map),)
+        return (format_index(total, weight_map),)
 
     def write_text(self) -> bytes:
         """Write all tensors, with blank checksums and without hashes."""

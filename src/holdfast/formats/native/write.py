@@ -28,7 +28,7 @@ from holdfast.formats.native.boxes import Boxes, BoxFile, data_name, lay_out_box
 from holdfast.formats.native.manifest import CANNOT, FileBoxes, StoredBoxes, lay_out_index
 from holdfast.formats.native.schema import DataFile
 from holdfast.formats.recorded import order_fields, share, sharing_fields
-from holdfast.formats.safetensors.write import fill_shards, metadata_problems
+from holdfast.formats.safetensors.write import fill_shards, find_metadata_problems
 from holdfast.formats.tree_json.encode import encode_state
 
 SHARD_NBYTES = 5 << 30
@@ -173,7 +173,7 @@ def _checked(state: State) -> tuple[Sequence[int], Mapping[str, object], Sequenc
     Raises `CannotHold` with everything that has no place in a native checkpoint.
     """
     table = state.tensors
-    sharing, problems = share(table), metadata_problems(state, table)
+    sharing, problems = share(table), find_metadata_problems(state, table)
     notes, fields = sharing.notes(), sharing_fields(sharing)
     if not state.leaves.is_flat:
         encoded = encode_state(state)
