@@ -19,10 +19,12 @@ from functools import partial
 import numpy as np
 
 from holdfast.core.dtype import DTYPES
+from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import Store
 from holdfast.core.runtime import gc_paused
 from holdfast.core.value import Value, replace
 from holdfast.engine.saves import FilePlan, SavePlan
+from holdfast.engine.source import OpenSource
 from holdfast.engine.targets.bucket import BucketNames
 from holdfast.engine.targets.bucket_commit import make_save_id
 from holdfast.engine.targets.target import (
@@ -34,9 +36,10 @@ from holdfast.engine.targets.target import (
 )
 from holdfast.engine.threads import run_all
 from holdfast.engine.write import Progress
-from holdfast.errors import CannotHold, HoldfastError, NotCommitted
+from holdfast.errors import CannotHold, FormatError, HoldfastError, NotCommitted
 from holdfast.formats import Format, rank_formats
 from holdfast.formats.dcp.index import BESIDE
+from holdfast.formats.detect import detect
 from holdfast.formats.native.base import Reuse
 from holdfast.formats.native.manifest import StoredBoxes, as_column
 from holdfast.formats.safetensors.schema import MANIFEST
@@ -55,7 +58,6 @@ from holdfast.verbs.shared.formats import is_checkpoint_file
 from holdfast.verbs.shared.read_back import (
     Outline,
     check_tensors,
-    describe_as,
     describe_unpublished,
 )
 from holdfast.verbs.shared.references import replaced_at
@@ -127,10 +129,18 @@ def _other_indexes(url: Url, index: str, there: Collection[str], *, overwrite: b
     return others
 
 
+VALUE_FORMATS = ("torch-zip",)
+"""The formats that the archive of a value may be recognized as."""
+
+
 def check_value(name: str, archive: bytes) -> None:
     """Raise `CannotHold` if the archive of a value that is not a tensor would not open."""
+    source = OpenSource(MemoryStore({"value": archive}, name=name), limits=DEFAULTS)
     try:
-        describe_as(MemoryStore({"value": archive}, name=name), ("torch-zip",))
+        format = detect(source)
+        if format.name not in VALUE_FORMATS:
+            raise FormatError(f"it would be opened as {format.name}, and is {VALUE_FORMATS[0]}")
+        format.describe(source)
     except HoldfastError as error:
         message = "what would be written could not be opened again, so nothing is"
         raise CannotHold(message, [error.message], file=name) from error

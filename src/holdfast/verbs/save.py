@@ -38,7 +38,6 @@ from holdfast.verbs.shared.formats import (
     note_single_file,
     plan_save,
     resolve_format,
-    resolve_named_format,
 )
 from holdfast.verbs.shared.planned import Planned, Saved, Writing, check_target, make_report_fields
 from holdfast.verbs.shared.state import tabulate_state
@@ -172,7 +171,7 @@ def _plan_stream(
         raise BadArgument(
             "say format='safetensors' or format='torch': a file object has no suffix that would tell"
         )
-    found = resolve_named_format(f"archive{suffix}", format, options)
+    found = resolve_format(f"archive{suffix}", format, options, is_target=False)
     if format_of(found).folder:
         more = ", and so is what max_shard_size= asks for" if options.max_shard_size else ""
         problem = f"{found} is a directory of files{more}; give the path of a directory, or another format"

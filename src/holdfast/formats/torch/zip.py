@@ -12,6 +12,7 @@ Reading: the directory of the zip, the small text records, the pickles. Storages
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import is_
 
 from msgspec import field
@@ -77,10 +78,6 @@ def describe_saved(source: Source, read: Callable[[Source, str], SavedFile]) -> 
     return Description(saved.format, table, tree, saved.foreign, notes, saved.metadata)
 
 
-def describe(source: Source) -> Description:
-    return describe_saved(source, read_torch_zip)
-
-
 def read_torch_zip(source: Source, key: str) -> SavedFile:
     """Read a file. Its tensors lie in the store of the source, under the key of the file."""
     archive = saved_archive(source, key)
@@ -108,6 +105,10 @@ def read_torch_zip(source: Source, key: str) -> SavedFile:
         (note, *reader.notes),
         reader.metadata,
     )
+
+
+describe = partial(describe_saved, read=read_torch_zip)
+"""Describe the one file of a store as a zip of torch."""
 
 
 def saved_archive(source: Source, key: str) -> Archive:

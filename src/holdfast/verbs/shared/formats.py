@@ -1,4 +1,9 @@
-"""Where and how to save: the format of a path, and the plan of a state in that format."""
+"""The format of a save, and the plan of a state in that format.
+
+What the caller asks for decides the format, otherwise the suffix of the target. Some formats have a
+variant for one file and one for a folder with several files. Both have the same choices of
+`format=`, and the target decides which of them is written.
+"""
 
 from __future__ import annotations
 
@@ -33,67 +38,99 @@ from holdfast.verbs.shared.rejoin import rejoin
 
 
 class LayoutOptions(Value, frozen=True):
+    """Options for the layout of a checkpoint. Each format uses some of them (`Format.takes`)."""
+
     max_shard_size: int | None = None
     """Split into files of at most this many bytes of tensors."""
     keep_tree: bool = False
-    """safetensors: record what is no tensor in the header, where Holdfast finds it again."""
+    """safetensors: record values that are not tensors in the header, where Holdfast finds them."""
     index: bool = False
-    """safetensors: an index even of one file, because other safetensors files will lie beside it."""
+    """safetensors: write an index even for a single file, because there are other safetensors files
+    beside it."""
     stem: str = "model"
-    """safetensors: how the names of the files in a directory begin."""
+    """safetensors: the beginning of the names of the files in a directory."""
     ranks: Ranks = ALONE
     """The ranks that share the work of choosing what is pruned."""
     save: str = ""
-    """In an object store: the id of the save, where it is known already."""
+    """In an object store: the id of the save, if it is already known."""
     base: OpenBase | None = None
-    """native: hashes are recorded, and what did not change since this is taken over from there."""
+    """native: record hashes, and take over from this checkpoint what did not change."""
 
 
 def find_suffix(path: str) -> str:
-    """The suffix that says the format of a path: in small letters; empty for the name of a directory.
+    """Return the suffix that tells the format of a path, in lower case. A directory has none.
 
     >>> find_suffix("model.PT"), find_suffix("step-1000.5"), find_suffix("model.v2/")
     ('.pt', '', '')
     """
-    says_folder = path.folder if is_parsed_url(path) else path.endswith("/")
-    suffix = "" if says_folder else os.path.splitext(path)[1].lower()
-    # A step number is no suffix: step-1000.5 is a directory's name like any other.
+    is_directory = path.folder if is_parsed_url(path) else path.endswith("/")
+    if is_directory:
+        return ""
+    suffix = os.path.splitext(path)[1].lower()
+    # The end of a step number is not a suffix: step-1000.5 names a directory.
     return "" if suffix[1:].isdigit() else suffix
 
 
 def map_suffixes_to_formats() -> dict[str, str]:
-    """The format that each suffix means. An empty one is that of a name without any."""
-    found: dict[str, str] = {}
-    for one in written_formats():
-        found |= {suffix: one.name for suffix in one.suffixes if suffix not in found}
-    return found
+    """Return the format that each suffix stands for. The empty suffix stands for native."""
+    formats: dict[str, str] = {}
+    for entry in written_formats():
+        for suffix in entry.suffixes:
+            formats.setdefault(suffix, entry.name)
+    return formats
 
 
-def resolve_format(path: str, format: str | None, options: LayoutOptions) -> str:
-    """The format to save in: what was asked for, or what the suffix says; a directory where one is there."""
-    found = resolve_named_format(path, format, options)
-    folder = find_folder_format(found)
-    return folder if folder and (path.endswith("/") or place_at(path).is_folder) else found
+def resolve_format(
+    path: str, format: str | None, options: LayoutOptions, *, is_target: bool = True
+) -> str:
+    """Return the name of the format to save in.
 
+    Args:
+        path: The target.
+        format: The format that the caller asks for. None to choose by the suffix of the path.
+        options: The options of the layout. `max_shard_size` asks for a folder of several files.
+        is_target: Whether a folder at this path, or a slash at its end, asks for a folder as well.
+            False if the path is only a name.
 
-def resolve_named_format(path: str, format: str | None, options: LayoutOptions) -> str:
-    """The format to save in as it was asked for, or as the suffix of a name says it."""
+    Raises:
+        Unsupported: There is no such format or suffix, or the format can only be read.
+    """
     if format is None:
-        suffix, known = find_suffix(path), map_suffixes_to_formats()
-        if suffix not in known:
-            # The suffixes of plugins may be longer, so it is split off again.
-            plugin_problems = load_plugins()
-            suffix, known = find_suffix(path), map_suffixes_to_formats()
-        if suffix not in known:
-            hint = f"use one of {', '.join(filter(None, known))}, none for a native directory, or say format=…"
-            problem = "; ".join([_explain_suffix(path, suffix), *plugin_problems])
-            raise Unsupported(f"{problem}; {hint}", file=path)
-        found = known[suffix]
-    elif (asked := choose_written(format)) is not None:
-        found = asked.name
+        name = _find_format_of_suffix(path)
     else:
-        raise Unsupported(explain_unwritten(format), found=format)
-    return find_folder_format(found) or found if options.max_shard_size is not None else found
+        entry = choose_written(format)
+        if entry is None:
+            raise Unsupported(explain_unwritten(format), found=format)
+        name = entry.name
+
+    folder_format = find_folder_format(name)
+    if folder_format is None:
+        return name
+    is_folder = options.max_shard_size is not None
+    if is_target and not is_folder:
+        is_folder = path.endswith("/") or place_at(path).is_folder
+    return folder_format if is_folder else name
+
+
+def _find_format_of_suffix(path: str) -> str:
+    """Return the format that the suffix of a path stands for. Raises `Unsupported` without one."""
+    suffix = find_suffix(path)
+    for entry in written_formats():
+        if suffix in entry.suffixes:
+            return entry.name
+
+    # A format of another package may have a longer suffix, so the suffix is determined again.
+    plugin_problems = load_plugins()
+    suffix = find_suffix(path)
+    known_formats = map_suffixes_to_formats()
+    if suffix in known_formats:
+        return known_formats[suffix]
+    problem = "; ".join([_explain_suffix(path, suffix), *plugin_problems])
+    known_suffixes = ", ".join(filter(None, known_formats))
+    raise Unsupported(
+        f"{problem}; use one of {known_suffixes}, none for a native directory, or say format=…",
+        file=path,
+    )
 
 
 def note_single_file(path: str, format: str) -> tuple[str, ...]:
@@ -107,17 +144,17 @@ def note_single_file(path: str, format: str) -> tuple[str, ...]:
 
 def _explain_suffix(path: str, suffix: str) -> str:
     """Say why no format is written under a suffix: its format can only be read, or it has none."""
-    for one in (*FORMATS, *PLUGINS):
-        if any(end and path.lower().endswith(end) for end in one.suffixes):
-            writer = " in this way; `holdfast package` writes it" if one.programs else ""
-            return f"{one.title} can be read and not written{writer}"
+    for entry in (*FORMATS, *PLUGINS):
+        if any(end and path.lower().endswith(end) for end in entry.suffixes):
+            hint = " in this way; `holdfast package` writes it" if entry.programs else ""
+            return f"{entry.title} can be read and not written{hint}"
     return f"no format has the suffix {suffix!r}"
 
 
 def explain_unwritten(format: str) -> str:
-    """Say why a format cannot be asked for, and which can."""
-    *first, last = titles(written_formats())
-    hint = f"use {', '.join(first)} or {last}"
+    """Say why a format cannot be written, and which formats can."""
+    *first_titles, last_title = titles(written_formats())
+    hint = f"use {', '.join(first_titles)} or {last_title}"
     if chosen(format, (*FORMATS, *PLUGINS)) is not None:
         return f"{format} can be read and not written; {hint}"
     problems = [f"; {problem}" for problem in load_plugins()]
@@ -125,35 +162,49 @@ def explain_unwritten(format: str) -> str:
 
 
 def find_folder_format(format: str) -> str | None:
-    """The format of a folder with several files of a format; None where there is none."""
-    asked = format_of(format).choices
-    return next(
-        (one.name for one in written_formats() if one.folder and one.choices == asked), None
-    )
+    """Return the variant of a format that is a folder with several files. None if it has none.
+
+    This is the format itself if it is a folder.
+    """
+    choices = format_of(format).choices
+    for entry in written_formats():
+        if entry.folder and entry.choices == choices:
+            return entry.name
+    return None
 
 
 def find_archive_format(path: str, format: str | None) -> Format | None:
-    """Return the archive of programs that a format or the suffix of the path means, if it is one."""
+    """Return the format of a target if it is an archive of programs (`.pt2`), otherwise None."""
     archives = [entry for entry in FORMATS if entry.programs]
     if format is not None:
         return chosen(format, archives)
-    return next((entry for entry in archives if find_suffix(path) in entry.suffixes), None)
+    suffix = find_suffix(path)
+    return next((entry for entry in archives if suffix in entry.suffixes), None)
 
 
 def check_archive_name(path: str) -> None:
-    """Raise `Unsupported` where an archive of programs (`.pt2`) is to be written under a name that says another format."""
-    suffix, known = find_suffix(path), map_suffixes_to_formats()
-    if suffix and suffix in known:
-        message = f"a .pt2 archive is written here, and the suffix {suffix!r} says {known[suffix]}"
-        raise Unsupported(
-            f"{message}; call it {os.path.splitext(os.path.basename(path))[0]}.pt2",
-            file=path,
-            found=suffix,
-        )
+    """Raise `Unsupported` if the suffix of a path for an archive (`.pt2`) means another format."""
+    suffix = find_suffix(path)
+    known_formats = map_suffixes_to_formats()
+    if suffix and suffix in known_formats:
+        stem = os.path.splitext(os.path.basename(path))[0]
+        message = f"a .pt2 archive is written here, and the suffix {suffix!r} says {known_formats[suffix]}"
+        raise Unsupported(f"{message}; call it {stem}.pt2", file=path, found=suffix)
 
 
 def plan_save(path: str, state: State, format: str, *, options: LayoutOptions) -> SavePlan:
-    """Lay out a state. Raises `CannotHold` with every problem when the format cannot hold it."""
+    """Lay out a state in a format.
+
+    Args:
+        path: The target. Nothing is written there.
+        state: The tensors and values to save.
+        format: The name of the format.
+        options: The options of the layout.
+
+    Raises:
+        Unsupported: The format cannot be written.
+        CannotHold: The format cannot store the state. The error lists every problem.
+    """
     entry = format_of(format)
     if not entry.written_by:
         raise Unsupported(explain_unwritten(format), found=format)
@@ -161,7 +212,8 @@ def plan_save(path: str, state: State, format: str, *, options: LayoutOptions) -
     notes: tuple[str, ...] = ()
     if entry.storages:
         rejoined = rejoin(state)
-        written_state, notes = rejoined.state, rejoined.notes
+        written_state = rejoined.state
+        notes = rejoined.notes
     else:
         try:
             check_expansion(state.tensors, without_ties=True)
@@ -175,15 +227,15 @@ def plan_save(path: str, state: State, format: str, *, options: LayoutOptions) -
     if file_count > DEFAULTS.files:
         problem = f"{file_count:,} files are more than Limits(files={DEFAULTS.files:,})"
         raise CannotHold("a checkpoint of so many files would not open", [problem], file=path)
+
     if notes or plan.expected_table is None:
-        plan = replace(
-            plan, expected_table=plan.expected_table or state.tensors, notes=(*notes, *plan.notes)
-        )
+        expected_table = plan.expected_table or state.tensors
+        plan = replace(plan, expected_table=expected_table, notes=(*notes, *plan.notes))
     return plan
 
 
 LAYOUT_ARGUMENTS: Mapping[str, Callable[[str, LayoutOptions], object]] = {
-    "name": lambda path, options: archive_name(path),  # of the folder in an archive
+    "name": lambda path, options: archive_name(path),  # the name of the top folder in a zip
     "save": lambda path, options: choose_save_id(path, options.save),
     "directory": lambda path, options: True,
     "max_shard_size": lambda path, options: options.max_shard_size,
@@ -196,16 +248,22 @@ LAYOUT_ARGUMENTS: Mapping[str, Callable[[str, LayoutOptions], object]] = {
 """Arguments that the layout of a format may take (`Format.takes`)."""
 
 
-def choose_save_id(path: str, known: str = "") -> str:
-    """The part of the names of data files that is the id of a save in an object store; empty in a directory."""
-    return "" if place_at(path).on_disk else known or secrets.token_hex(8)
+def choose_save_id(path: str, known_id: str = "") -> str:
+    """Return the id that the data files of a save have in their names.
+
+    In an object store, data files of several saves lie side by side until the index is replaced. A
+    local directory is replaced as a whole, so its files have no id, and the result is empty.
+    """
+    if place_at(path).on_disk:
+        return ""
+    return known_id or secrets.token_hex(8)
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """Whether a file in a directory belongs to a checkpoint of any format."""
-    return name == SEAL or any(one.owns(name) for one in FORMATS)
+    """Return whether a file in a directory belongs to a checkpoint of any format, by its name."""
+    return name == SEAL or any(entry.owns(name) for entry in FORMATS)
 
 
 def is_replaceable(name: str) -> bool:
-    """Whether a file in a directory belongs to a checkpoint, so that a save with `overwrite=True` may replace it."""
-    return name == SEAL or any(one.owns(name) for one in written_formats())
+    """Return whether a save with `overwrite=True` may remove this file of a directory."""
+    return name == SEAL or any(entry.owns(name) for entry in written_formats())

@@ -60,7 +60,6 @@ from holdfast.verbs.shared.formats import (
     find_suffix,
     is_replaceable,
     resolve_format,
-    resolve_named_format,
 )
 from holdfast.verbs.shared.read_back import check_plan_opens
 from holdfast.verbs.shared.side_files import (
@@ -439,15 +438,19 @@ def _model_format(source: Checkpoint, where: Destination, copy_config: CopyConfi
     """The format that others expect where the target has no suffix: of a layout, or of a Hugging Face folder."""
     options = where.layout
     if where.format is None and source.usual_format:
-        return find_folder_format(resolve_named_format(where.path, source.usual_format, options))
+        return find_folder_format(
+            resolve_format(where.path, source.usual_format, options, is_target=False)
+        )
     if not is_model(source, copy_config):
         return None
     if where.format is not None:
-        return find_folder_format(resolve_named_format(where.path, where.format, options))
+        return find_folder_format(
+            resolve_format(where.path, where.format, options, is_target=False)
+        )
     # A native directory with a config beside it stays one, unless it is told otherwise.
-    stays = source.format == resolve_named_format(where.path, None, options) and isinstance(
-        copy_config, bool
-    )
+    stays = source.format == resolve_format(
+        where.path, None, options, is_target=False
+    ) and isinstance(copy_config, bool)
     models = (one.name for one in written_formats() if one.weights_by and one.folder)
     return None if stays else next(models)
 

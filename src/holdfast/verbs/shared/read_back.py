@@ -45,51 +45,42 @@ def check_plan_opens(plan: SavePlan, path: str, store: Store) -> None:
 
     with gc_paused():
         description = describe_unpublished(store, formats, path)
-        if plan.expected_table is None:
+        table = plan.expected_table
+        if table is None:
             return
 
         lost_objects = [value for value in description.foreign if value.uses != ("mention",)]
         if lost_objects:
             raise _refuse([f"{value.what}: it would not be built" for value in lost_objects], path)
-        table = plan.expected_table
         outlines = [(kind.dtype, kind.shape) for kind in table.kinds]
-        check_tensors(
-            description.tensors,
-            zip(table.names, map(outlines.__getitem__, table.kind_indices), strict=True),
-            path,
-        )
+        row_outlines = map(outlines.__getitem__, table.kind_indices)
+        check_tensors(description.tensors, zip(table.names, row_outlines, strict=True), path)
 
 
 def describe_unpublished(store: Store, formats: Collection[str], path: str) -> Description:
-    """Describe files that are not published yet.
+    """Describe files that are not published yet, under the default limits.
 
-    Raises `NotCommitted` if they do not open as one of these formats.
-    """
-    try:
-        return describe_as(store, formats)
-    except HoldfastError as error:
-        raise NotCommitted(f"{MESSAGE}: {error.message}", file=path) from error
+    Args:
+        store: The files.
+        formats: The formats that they may be recognized as.
+        path: The target, for messages.
 
-
-def describe_as(store: Store, formats: Collection[str]) -> Description:
-    """Describe the content of a store under the default limits, as one of these formats.
-
-    Raises what the reader raises, and `FormatError` for content of another format.
+    Raises:
+        NotCommitted: The files do not open, or they open as another format.
     """
     try:
         file_count = len(store.list())
         if file_count > DEFAULTS.files:
-            raise LimitExceeded(
-                f"{file_count:,} files are more than Limits(files={DEFAULTS.files:,})"
-            )
+            message = f"{file_count:,} files are more than Limits(files={DEFAULTS.files:,})"
+            raise LimitExceeded(message, file=store.name)
         source = OpenSource(store, limits=DEFAULTS)
         format = detect(source)
         if format.name not in formats:
-            raise FormatError(f"it would be opened as {format.name}, and is {' or '.join(formats)}")
+            message = f"it would be opened as {format.name}, and is {' or '.join(formats)}"
+            raise FormatError(message, file=store.name)
         return format.describe(source)
     except HoldfastError as error:
-        error.file = error.file or store.name
-        raise
+        raise NotCommitted(f"{MESSAGE}: {error.message}", file=path) from error
 
 
 def check_tensors(table: Table, outlines: Iterable[tuple[str, Outline]], path: str) -> None:
