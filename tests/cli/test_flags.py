@@ -241,7 +241,7 @@ def test_a_note_on_a_mesh_names_its_axes(tmp_path, capsys):
 def test_a_note_has_the_flags_of_its_own_verb(folder, capsys, monkeypatch):
     """The same words are a flag of the verb if it has one, else of the first verb that has it."""
     monkeypatch.setattr(
-        "holdfast.verbs.shared.planned.Planned.look",
+        "holdfast.verbs.shared.planned.Planned.preview",
         lambda planned, progress: dataclasses.replace(planned.report, notes=NOTES),
     )
     assert main(["convert", "b.safetensors", "c.pt", "--dry-run"]) == 0

@@ -13,7 +13,8 @@ import safetensors.numpy
 
 import holdfast
 from holdfast.errors import CannotHold, NotCommitted, StoreError, UnsafePath, Unsupported
-from holdfast.verbs.shared import planned, side_files
+from holdfast.verbs.shared import side_files
+from holdfast.verbs.shared.planned import Planned
 
 WEIGHTS = {
     "model.embed_tokens.weight": np.arange(64, dtype=np.float32).reshape(16, 4),
@@ -289,11 +290,11 @@ def test_all_or_nothing(tmp_path, monkeypatch):
     a = folder(tmp_path / "a", shards=2)
     before = {path.name: path.read_bytes() for path in a.iterdir()}
 
-    def refuse(stores, target):
-        assert any(store.name == str(a) for store in stores)
+    def refuse(plan, check_replaced):
+        assert any(store.name == str(a) for store in plan.reads)
         raise NotCommitted("at the last moment")
 
-    monkeypatch.setattr(planned, "unchanged", refuse)
+    monkeypatch.setattr(Planned, "_check_before_publish", refuse)
     with pytest.raises(NotCommitted, match="last moment"):
         holdfast.edit(a, in_place=True, dtype="bf16")
     with pytest.raises(NotCommitted, match="last moment"):
@@ -326,9 +327,11 @@ def test_what_is_written_is_read_back(tmp_path, monkeypatch):
 
 def test_resumed(tmp_path, monkeypatch):
     a = folder(tmp_path / "a")
-    monkeypatch.setattr(
-        planned, "unchanged", lambda stores, target: (_ for _ in ()).throw(NotCommitted("cut off"))
-    )
+
+    def refuse(plan, check_replaced):
+        raise NotCommitted("cut off")
+
+    monkeypatch.setattr(Planned, "_check_before_publish", refuse)
     with pytest.raises(NotCommitted, match="cut off"):
         holdfast.convert(a, tmp_path / "b", dtype="f16", resume=True)
     monkeypatch.undo()

@@ -26,8 +26,7 @@ from holdfast.extras.packages import package, tie
 from holdfast.extras.pruning import prune
 from holdfast.stores import place
 from holdfast.stores.local import LocalStore
-from holdfast.verbs.shared import planned
-from holdfast.verbs.shared.planned import Writing
+from holdfast.verbs.shared.planned import Planned, Writing
 from tests.support import public_names
 
 W = np.arange(4096, dtype=np.float32).reshape(64, 64)
@@ -364,10 +363,10 @@ def test_masks_are_published_with_the_weights_or_not_at_all(tmp_path, monkeypatc
     def content() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()}
 
-    def refuse(stores, target):
+    def refuse(plan, check_replaced):
         raise NotCommitted("at the last moment")
 
-    monkeypatch.setattr(planned, "unchanged", refuse)
+    monkeypatch.setattr(Planned, "_check_before_publish", refuse)
     with pytest.raises(NotCommitted, match="last moment"):
         prune("0.5")
     assert os.listdir(tmp_path) == ["a.pt"]
@@ -376,7 +375,7 @@ def test_masks_are_published_with_the_weights_or_not_at_all(tmp_path, monkeypatc
     assert done.masks == str(tmp_path / "b" / "masks.safetensors")
     first = content()
     assert "masks.safetensors" in first
-    monkeypatch.setattr(planned, "unchanged", refuse)
+    monkeypatch.setattr(Planned, "_check_before_publish", refuse)
     with pytest.raises(NotCommitted, match="last moment"):
         prune("0.25")
     assert content() == first

@@ -59,7 +59,7 @@ def carry_out(
             title, None if dry_run else planned.report.nbytes, quiet=options.quiet or options.json
         ) as progress,
     ):
-        done = planned.look(progress) if dry_run else planned.run(progress)
+        done = planned.preview(progress) if dry_run else planned.run(progress)
     seconds = time.perf_counter() - begin
     if not options.json:
         done = replace(

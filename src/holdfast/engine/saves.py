@@ -226,14 +226,6 @@ class FilePlan(Value, frozen=True):
         """Compute the length of the file once. A file can have a hundred thousand segments."""
         force_setattr(self, "nbytes", sum([segment.nbytes for segment in self.segments]))
 
-    def forget_segments(self) -> None:
-        """Drop the segments of a file that is written completely.
-
-        The segments of a million tensors take 260 MB, and what comes next, the check that the
-        written file can be opened, needs the most memory of a save.
-        """
-        force_setattr(self, "segments", ())
-
     def offsets(self) -> list[int]:
         """Return the offset of each segment in the file."""
         segment_ends = [*accumulate([segment.nbytes for segment in self.segments], initial=0)]

@@ -109,7 +109,13 @@ def plan_copy(
         )
         mark = partial(hash_checkpoint, source)
         return Planned(
-            plan, report, writing, reads=(store,), sources=stack.pop_all(), ranks=ranks, mark=mark
+            plan,
+            report,
+            writing,
+            reads=(store,),
+            sources=stack.pop_all(),
+            ranks=ranks,
+            hash_source=mark,
         )
 
 

@@ -347,7 +347,7 @@ class RunDirectory(RunPlace):
         plan = with_seal(planned.plan, stamp)
         files = tuple(plan.file_sizes)
         report = replace(planned.report, files=files, nbytes=sum(nbytes for _, nbytes in files))
-        return replace(planned, plan=plan, report=report, sure=self.check)
+        return replace(planned, plan=plan, report=report, before_publish=self.check)
 
     def published(self, planned: Planned[Saved], stamp: Stamp) -> Step:
         files = {key: nbytes for key, nbytes in sorted(planned.report.files) if key != SEAL}

@@ -16,7 +16,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
@@ -24,6 +24,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
 from msgspec import field as value_field
+from msgspec.structs import force_setattr
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.group import ALONE, Ranks, begin, compare_marks, joint_phase, shared_errors
@@ -74,32 +75,35 @@ if TYPE_CHECKING:
 
 NO_FINDINGS = Findings()
 
-ENDLESS = 1 << 62
-"""The free bytes of an object store."""
+UNLIMITED_NBYTES = 1 << 62
+"""The free bytes of a place that reports none, such as an object store."""
 
 
 class Writing(Value, frozen=True, kw_only=True):
+    """How a plan is written: options that all verbs that write have in common."""
+
     overwrite: bool | None = False
-    """Whether what is there may be replaced. None: a file may, a directory may not."""
+    """Whether an existing target may be replaced. None: a file may, a directory may not."""
     durable: bool = True
     """Whether to wait for the disk."""
     threads: int | None = None
     read_back: bool = False
-    """Whether what was written is read again and compared before it is published."""
+    """Whether the written bytes are read and compared before they are published."""
     max_memory: Size | None = None
-    """Memory above the interpreter's own; None: a few blocks a thread."""
+    """Limit for the memory above the interpreter's own. None: a few blocks for each thread."""
     resume: bool = False
-    """Whether finished files of an interrupted try at the same directory are taken over (engine/targets/folder.py)."""
+    """Whether to take over the finished files of an interrupted save to the same directory."""
     dry_run: bool = False
     requests: int = 0
-    """How many reads the source wants under way at once (`ReadProfile.requests`)."""
+    """How many requests the source should receive at the same time (`ReadProfile.request_count`)."""
     save: str = ""
-    """In an object store: the id that the names of this save's objects carry, where several ranks write them."""
+    """In an object store: the id in the names of this save's objects, if several ranks write them."""
     processes: int = 1
     """How many ranks share this machine."""
 
     @property
     def budget(self) -> MemoryBudget | None:
+        """The threads and the block size that keep to `max_memory`. None if there is no limit."""
         if self.max_memory is None:
             return None
         return plan_memory(
@@ -107,21 +111,16 @@ class Writing(Value, frozen=True, kw_only=True):
         )
 
     @property
-    def parts(self) -> int | None:
-        """How many parts of an upload may be under way at once: half of the memory is theirs."""
+    def upload_part_count(self) -> int | None:
+        """How many parts of an upload may be in memory at once. They get half of the memory."""
         if self.max_memory is None:
             return None
-        return max(
-            1,
-            min(
-                UPLOAD_PARTS_AT_ONCE,
-                (parse_nbytes(self.max_memory) - BASE_NBYTES) // 2 // PART_NBYTES,
-            ),
-        )
+        part_nbytes = (parse_nbytes(self.max_memory) - BASE_NBYTES) // 2
+        return max(1, min(UPLOAD_PARTS_AT_ONCE, part_nbytes // PART_NBYTES))
 
     @property
     def reading_threads(self) -> int:
-        """How many threads may read before anything is written, in blocks that are not of our choice."""
+        """How many threads may read before the save, in blocks whose size cannot be chosen."""
         return count_reading_threads(self.max_memory, self.threads, self.processes)
 
 
@@ -159,19 +158,25 @@ class Saved(NotebookResult):
         return "\n".join([*self._lines(), *(f"note   {note}" for note in self.notes)])
 
     def _lines(self) -> list[str]:
-        count, enough = len(self.files), self.done or self.free_nbytes >= self.new_nbytes
-        shared = (
-            f", {self.shared_nbytes:,} of them shared with the base" if self.shared_nbytes else ""
-        )
-        room = f"space  {self.free_nbytes:,} bytes free" + ("" if enough else ": NOT ENOUGH")
-        return [
-            f"→ {self.path} ({self.format})",
-            f"write  {self.nbytes:,} bytes in {count:,} file{'s' if count != 1 else ''}{shared}",
-            *([room] if self.free_nbytes < ENDLESS else []),
-        ]
+        file_count = f"{len(self.files):,} file"
+        if len(self.files) != 1:
+            file_count += "s"
+        write = f"write  {self.nbytes:,} bytes in {file_count}"
+        if self.shared_nbytes:
+            write += f", {self.shared_nbytes:,} of them shared with the base"
+        lines = [f"→ {self.path} ({self.format})", write]
+
+        if self.free_nbytes < UNLIMITED_NBYTES:
+            space = f"space  {self.free_nbytes:,} bytes free"
+            if not self.done and self.free_nbytes < self.new_nbytes:
+                space += ": NOT ENOUGH"
+            lines.append(space)
+        return lines
 
 
-class PlannedFields(TypedDict):
+class ReportFields(TypedDict):
+    """The fields of `Saved` that are known when a plan is made."""
+
     path: str
     format: str
     nbytes: int
@@ -181,283 +186,452 @@ class PlannedFields(TypedDict):
     shared_nbytes: int
 
 
-def make_report_fields(plan: SavePlan, target: str) -> PlannedFields:
-    """The fields of a result that a plan knows."""
+def make_report_fields(plan: SavePlan, target: str) -> ReportFields:
+    """Return the fields of a report that the plan of a save determines.
+
+    Raises `NotCommitted` if the folder of the target cannot be used.
+    """
     name = os.path.basename(target.rstrip("/"))
-    linked = [(file.key, file.nbytes) for file in plan.linked]
-    written = [(file.key or name, file.nbytes) for file in (*plan.files, *plan.index)]
-    files = (*linked, *written)
-    return PlannedFields(
-        path=target, format=plan.format, nbytes=sum([nbytes for _, nbytes in files]), files=files, notes=plan.notes,
-        free_nbytes=_free(target), shared_nbytes=sum([file.nbytes for file in plan.linked]),
-    )  # fmt: skip
+    linked_files = [(file.key, file.nbytes) for file in plan.linked]
+    written_files = [(file.key or name, file.nbytes) for file in (*plan.files, *plan.index)]
+    files = (*linked_files, *written_files)
+    return ReportFields(
+        path=target,
+        format=plan.format,
+        nbytes=sum([nbytes for _, nbytes in files]),
+        files=files,
+        notes=plan.notes,
+        free_nbytes=count_free_nbytes(target),
+        shared_nbytes=sum([nbytes for _, nbytes in linked_files]),
+    )
 
 
-def _free(target: str) -> int:
+def count_free_nbytes(target: str) -> int:
+    """Return the free bytes where a target lies.
+
+    Raises `NotCommitted` if the folder of the target cannot be used.
+    """
     try:
-        free = place_at(target).free_nbytes()
+        free_nbytes = place_at(target).free_nbytes()
     except StoreError as error:
         raise NotCommitted(
             f"the folder to save into cannot be used: {error.message} ({error.file!r})",
             file=target,
             errno=error.errno,
         ) from None
-    return ENDLESS if free is None else free
+    return UNLIMITED_NBYTES if free_nbytes is None else free_nbytes
 
 
 R = TypeVar("R", bound=Saved)
 
 
 class Planned(Value, Generic[R], frozen=True, eq=False):
-    """A save that is laid out and not begun. Whoever has it closes its sources."""
+    """A save that is laid out and not begun. `carry_out` writes it once, and closes its sources."""
 
     plan: SavePlan
     report: R
+    """The result, as far as it is known before the save."""
     writing: Writing
     reads: tuple[Store, ...] = ()
-    """Stores that are read; when one changes meanwhile, nothing is published."""
+    """The stores that are read. If one of them changes meanwhile, nothing is published."""
     sources: ExitStack = value_field(default_factory=ExitStack)
-    """Sources that are closed in the end."""
-    sure: Callable[[], None] | None = None
-    """Called when all is written and before it is published: an error that it raises keeps everything as it was."""
+    """What is closed after the save."""
+    before_publish: Callable[[], None] | None = None
+    """Called when everything is written. If it raises, nothing is published."""
     finish: Callable[[R, Progress | None], R] = lambda report, progress: report
-    """Completes the report with what is known when all was read; `look` may have to read for that."""
+    """Completes the report after everything was read. In a dry run it may have to read for that."""
     ranks: Ranks = ALONE
-    """The ranks that write it together."""
-    mark: Callable[[], bytes] = bytes
-    """A hash of the source, which all of them must have opened."""
+    """The ranks that write the checkpoint together."""
+    hash_source: Callable[[], bytes] = bytes
+    """Hashes the source, which must be the same on all ranks."""
     findings: Findings = NO_FINDINGS
-    """What is found out while it is written."""
+    """Collects on all ranks what is found out during the save."""
 
-    def look(self, progress: Progress | None = None) -> R:
-        found: list[R] = []
-        # A run compares when it begins to write. What a dry run says of the source is one report, too.
+    def preview(self, progress: Progress | None = None) -> R:
+        """Return the report of a dry run."""
+        reports: list[R] = []
+        # A run compares the hashes when it begins to write. All ranks return the same report.
         if self.ranks.size > 1:
-            compare_marks(self.ranks, self.mark())
-        with joint_phase(self.ranks), self.ranks.joint_progress(progress) as counted:
-            found.append(self.finish(self.report, counted))
-        return found[0]
+            compare_marks(self.ranks, self.hash_source())
+        with joint_phase(self.ranks), self.ranks.joint_progress(progress) as joint_progress:
+            reports.append(self.finish(self.report, joint_progress))
+        return reports[0]
 
     def run(self, progress: Progress | None = None) -> R:
-        """Write and publish the plan. Raises `NotCommitted` where there is no room, or where a source changes meanwhile."""
-        report, path = self.report, self.report.path
-        with ExitStack() as blocks:
+        """Write and publish the plan, and return the report.
+
+        Raises:
+            NotCommitted: There is not enough space, or a source changed. Nothing was published.
+        """
+        report = self.report
+        path = report.path
+        with ExitStack() as stack:
             if self.ranks.size > 1:
-                blocks.enter_context(shared_errors(self.ranks))
-                progress = blocks.enter_context(self.ranks.joint_progress(progress))
-            files = [store for store in self.reads if store.read_profile.is_file]
-            replaced_stores = [store for store in files if is_same_place(store.name, path)]
+                stack.enter_context(shared_errors(self.ranks))
+                progress = stack.enter_context(self.ranks.joint_progress(progress))
+            local_stores = [store for store in self.reads if store.read_profile.is_file]
+            replaced_stores = [store for store in local_stores if is_same_place(store.name, path)]
+            check_replaced = None
             if replaced_stores:
-                check_in_place(replaced_stores, path)
+                check_replaced = partial(check_in_place, replaced_stores, path)
+                check_replaced()
             if report.free_nbytes < report.nbytes - report.shared_nbytes:
-                report = _await_room(report)
+                report = _wait_for_space(report)
 
-            def before_commit() -> None:
-                check_sources_unchanged(self.reads, path)
-                if replaced_stores:
-                    check_in_place(replaced_stores, path)
-                if self.sure is not None:
-                    self.sure()
-
-            # What wants to be read from front to back is read by the one thread that writes, in one go.
+            # A stream that must be read from front to back is read by the one thread that writes.
             writing = self.writing
             for store in self.reads:
                 if store.read_profile.is_sequential:
-                    blocks.enter_context(store.reading())
+                    stack.enter_context(store.reading())
                     writing = replace(writing, threads=1)
-            copied: list[LinkedFile] = []
+
+            before_publish = self.before_publish
+            if self.reads:
+                before_publish = partial(self._check_before_publish, check_replaced)
+            copied_files: list[LinkedFile] = []
             crcs = write_plan(
                 self.plan,
                 path,
                 writing,
                 progress=progress,
-                # Nothing that is read can change if there is nothing but memory.
-                before_commit=before_commit if self.reads else self.sure,
-                before_rename=partial(check_in_place, replaced_stores, path)
-                if replaced_stores
-                else None,
-                copied=copied.append,
+                before_publish=before_publish,
+                before_rename=check_replaced,
+                on_copy=copied_files.append,
                 ranks=self.ranks,
-                mark=self.mark,
+                hash_source=self.hash_source,
                 findings=self.findings,
             )
-            if copied:
-                nbytes = sum(file.nbytes for file in copied)
-                note = f"the file system cannot link {len(copied):,} files of the base: {nbytes:,} bytes were copied"
-                report = replace(
-                    report, notes=(*report.notes, note), shared_nbytes=report.shared_nbytes - nbytes
-                )
+            if copied_files:
+                report = _note_copied_files(report, copied_files)
             return self.finish(replace_fields(report, done=True, crcs=crcs), None)
 
+    def _check_before_publish(self, check_replaced: Callable[[], None] | None) -> None:
+        """Raise `NotCommitted` if a source was changed since it was opened."""
+        for store in self.reads:
+            changed_keys = store.find_changed()
+            if changed_keys:
+                raise _build_changed_error(store, changed_keys, self.report.path)
+        if check_replaced is not None:
+            check_replaced()
+        if self.before_publish is not None:
+            self.before_publish()
+
     def carry_out(self, progress: Progress | None = None) -> R:
-        """Run the plan, or only look (`Writing.dry_run`), and close its sources."""
+        """Run the plan, or only preview it in a dry run, and close its sources."""
         with self.sources:
-            return self.look(progress) if self.writing.dry_run else self.run(progress)
+            return self.preview(progress) if self.writing.dry_run else self.run(progress)
 
 
-def _await_room(report: R) -> R:
-    """Wait until what was replaced before is freed. Raises `NotCommitted` if there is still too little room."""
+def _build_changed_error(store: Store, keys: Sequence[str], target: str) -> NotCommitted:
+    """Return the error for a source that changed while it was read."""
+    error = NotCommitted(
+        f"the source {store.name!r} changed while it was read ({', '.join(keys[:3])}); "
+        "nothing was published: start again when nobody writes to it",
+        file=target,
+        errno=errno.ESTALE,
+    )
+    error.found = tuple(keys)
+    return error
+
+
+def _note_copied_files(report: R, copied_files: Sequence[LinkedFile]) -> R:
+    """Return the report with the files of the base that were copied instead of shared."""
+    copied_nbytes = sum(file.nbytes for file in copied_files)
+    note = (
+        f"the file system cannot link {len(copied_files):,} files of the base: "
+        f"{copied_nbytes:,} bytes were copied"
+    )
+    return replace(
+        report,
+        notes=(*report.notes, note),
+        shared_nbytes=report.shared_nbytes - copied_nbytes,
+    )
+
+
+def _wait_for_space(report: R) -> R:
+    """Wait until files that were replaced before are removed in the background.
+
+    Raises `NotCommitted` if there is still too little space afterwards.
+    """
     if wait_for_room():
-        report = replace(report, free_nbytes=_free(report.path))
-    # Where nobody may write, how much room there is is not what is wrong.
+        report = replace(report, free_nbytes=count_free_nbytes(report.path))
+    # In a folder without the permission to write, the missing permission is the better message.
     folder = os.path.dirname(os.path.abspath(report.path))
     if report.free_nbytes < report.new_nbytes and os.access(folder, os.W_OK):
-        room = f"{report.new_nbytes:,} bytes are to be written and {report.free_nbytes:,} are free"
-        refused = NotCommitted(f"the disk is full: {room}", file=report.path, errno=errno.ENOSPC)
-        refused.expected, refused.found = report.new_nbytes, report.free_nbytes
-        raise refused
+        error = NotCommitted(
+            f"the disk is full: {report.new_nbytes:,} bytes are to be written and "
+            f"{report.free_nbytes:,} are free",
+            file=report.path,
+            errno=errno.ENOSPC,
+        )
+        error.expected = report.new_nbytes
+        error.found = report.free_nbytes
+        raise error
     return report
 
 
 class Destination(Value, frozen=True):
-    """The target of a verb that makes a checkpoint of a checkpoint."""
+    """The target of a verb that makes a new checkpoint out of another one."""
 
     path: str
     format: str | None
-    """The format that was asked for, or that of the source which is replaced; None for the one of the suffix."""
+    """The format that the caller asks for, or that of the replaced source. None: by the suffix."""
     writing: Writing
     layout: LayoutOptions
-    """The options of the layout, with what the place needs of it."""
 
 
 def begin_ranks(
-    asked: Mapping[str, Any], dst: object, stack: ExitStack
+    options: Mapping[str, Any], dst: object, stack: ExitStack
 ) -> tuple[Ranks, dict[str, Any]]:
-    """The ranks that a verb is asked to write with, and fields of `Writing` that they have in common. `stack` closes them, and
-    what fails before is sent to all of them."""
-    if asked.get("group") is None:
+    """Begin a save of several ranks, if the options of a verb name a process group.
+
+    Args:
+        options: The options of the verb.
+        dst: The target, for messages.
+        stack: Closes the ranks. Until then, an error of one rank is sent to all of them.
+
+    Returns:
+        The ranks, and the fields of `Writing` that all of them agree on.
+    """
+    if options.get("group") is None:
         return ALONE, {}
-    ranks = begin(asked["group"], f"write {dst}")
+    ranks = begin(options["group"], f"write {dst}")
     stack.callback(ranks.close)
     stack.enter_context(shared_errors(ranks))
-    # When all have come, each knows how many share its machine.
-    save = ranks.agree(b"", lambda messages: [secrets.token_hex(8).encode()] * len(messages))
-    return ranks, {"save": save.decode(), "processes": ranks.count_local_ranks()}
+    save_id = ranks.agree(b"", lambda messages: [secrets.token_hex(8).encode()] * len(messages))
+    # After the agreement every rank is there, and can be counted.
+    return ranks, {"save": save_id.decode(), "processes": ranks.count_local_ranks()}
 
 
 def plan_derived_checkpoint(
-    src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, lay_out: Callable[[Checkpoint, Destination], Planned[R]],
-    asked: Mapping[str, Any], *, elsewhere: bool = False, directory: bool | None = None, programs: bool = False,
-) -> Planned[R]:  # fmt: skip
-    """The plan of a verb that makes a checkpoint of a checkpoint: `lay_out` gets the open source, and where to write.
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None,
+    lay_out: Callable[[Checkpoint, Destination], Planned[R]],
+    options: Mapping[str, Any],
+    *,
+    elsewhere: bool = False,
+    directory: bool | None = None,
+    programs: bool = False,
+) -> Planned[R]:
+    """Plan a verb that makes a new checkpoint out of another one.
 
-    The plan closes the source. Beside what was laid out, a directory has the files that lie beside the weights of the source
-    (`saving/side_files.py`). Where nothing says its format, a Hugging Face folder becomes one again.
+    A folder also receives the files beside the weights of the source, such as its config.
 
-    `asked` are the options of the verb. `elsewhere` says that the target may not be the source. `directory` says
-    whether a directory is written, where the format of the path does not; `programs` whether the verb writes such archives. Raises
-    `NotCommitted` for a target that cannot be written, and `Unsupported` as `_destination` does, before `lay_out` reads anything.
+    Args:
+        src: The source. The plan closes it.
+        dst: The target. None to replace the source.
+        lay_out: Lays out the new checkpoint, from the open source and the target.
+        options: The options of the verb.
+        elsewhere: Whether the target must not be the source.
+        directory: Whether a folder is written. None if the format of the target decides.
+        programs: Whether the verb writes archives of programs (`.pt2`).
+
+    Raises:
+        NotCommitted: The target cannot be written. This is checked before `lay_out` reads anything.
+        Unsupported: The options do not fit the target.
     """
-    limits, format, in_place, copy_config = map(
-        asked.get, ("limits", "format", "in_place", "copy_config")
-    )
-    copy_config = True if copy_config is None else copy_config
-    folder = bool(asked.get("folder"))
-    # A checkpoint that is made of another keeps its tree by default.
-    layout = pick_fields(LayoutOptions, {"keep_tree": True, **asked})
+    limits = options.get("limits")
+    copy_config = options.get("copy_config")
+    if copy_config is None:
+        copy_config = True
     with ExitStack() as stack:
-        ranks, common = ALONE, dict[str, Any]()
-        if asked.get("group") is not None:
-            ranks, common = begin_ranks(asked, dst, stack)
-        # Blocks are read by the threads that write them.
+        ranks = ALONE
+        rank_fields: dict[str, Any] = {}
+        if options.get("group") is not None:
+            ranks, rank_fields = begin_ranks(options, dst, stack)
+
+        # One thread suffices: blocks are read later, by the threads that write them.
         source = stack.enter_context(
-            opened_checkpoint(src, threads=1, limits=limits, map=asked.get("map"))
+            opened_checkpoint(src, threads=1, limits=limits, map=options.get("map"))
         )
         if not isinstance(src, Checkpoint):
             source.drop_lazy_tensors()
-        writing = pick_fields(
-            Writing, {**asked, **common}, requests=source.source.store.read_profile.request_count
-        )
-        if in_place is None:
-            where = Destination(target_place(dst, folder=folder), format, writing, layout)
-        else:
-            where = _destination(
-                source, dst, in_place=in_place, format=format, writing=writing, layout=layout,
-                programs=programs, folder=folder,
-            )  # fmt: skip
-        if elsewhere and is_same_place(where.path, source.path):
+        where = _choose_destination(source, dst, {**options, **rank_fields}, programs=programs)
+        is_in_place = is_same_place(where.path, source.path)
+        if elsewhere and is_in_place:
             problem = f"the target {where.path!r} is the source; write beside it"
             raise CannotHold("the target is read while it is written", [problem], file=where.path)
         if directory is None:
-            archive = programs and find_archive_format(where.path, where.format) is not None
-            if not archive and not find_suffix(where.path):
-                where = replace(
-                    where, format=_model_format(source, where, copy_config) or where.format
-                )
-            directory = (
-                not archive and format_of(resolve_format(where.path, where.format, layout)).folder
-            )
+            where, directory = _choose_format(source, where, copy_config, programs=programs)
         check_target(where.path, directory=directory, writing=where.writing)
-        is_in_place = is_same_place(where.path, source.path)
-        if is_in_place and not where.writing.dry_run:
-            refuse_sealed(source.path, source.source.store.list(), limits)
         store = source.source.store
-        is_alone = not store.is_folder and len(store.list()) == 1
+        if is_in_place and not where.writing.dry_run:
+            refuse_sealed(source.path, store.list(), limits)
+
         side_files = SideFiles({})
+        is_alone = not store.is_folder and len(store.list()) == 1
         if directory or not is_alone or not isinstance(copy_config, bool):
             side_files = find_side_files(
                 source, where.path, copy_config, directory=directory, stack=stack, limits=limits
             )
         if source.torch_dist and where.format == source.usual_format:
             side_files = replace(side_files, files={**side_files.files, **torch_dist_files()})
+
         layout = replace(
-            layout,
+            where.layout,
             # Only an index tells other safetensors files from those that are written.
-            index=layout.index or any(name.endswith(SUFFIX) for name in side_files.files),
+            index=where.layout.index or any(name.endswith(SUFFIX) for name in side_files.files),
             stem=side_files.stem,
             ranks=ranks,
-            save=writing.save,
+            save=where.writing.save,
         )
         planned = lay_out(source, replace(where, layout=layout))
         stack.callback(planned.sources.close)
         if side_files.files or side_files.notes:
-            planned = _accompanied(planned, side_files, source)
-        if is_in_place:
-            # Also of a checkpoint without tensors, nothing of which is read while it is written.
-            reads = dict.fromkeys((*planned.reads, source.source.store))
-            planned = replace(planned, reads=tuple(reads))
+            planned = _add_side_files(planned, side_files, source)
+        reads = planned.reads
+        if is_in_place and store not in reads:
+            # The source of a checkpoint without tensors is not read, but it may change as well.
+            reads = (*reads, store)
         return replace(
-            planned, sources=stack.pop_all(), ranks=ranks, mark=partial(hash_checkpoint, source)
+            planned,
+            reads=reads,
+            sources=stack.pop_all(),
+            ranks=ranks,
+            hash_source=partial(hash_checkpoint, source),
         )
 
 
-def _accompanied(planned: Planned[R], side_files: SideFiles, source: Checkpoint) -> Planned[R]:
-    """The plan with the side files in its directory, published with it."""
-    plan, added = side_files.add_to(planned.plan, source)
-    if plan is planned.plan and not added:
-        return planned
-    report = planned.report
-    files = (*report.files, *((file.key, file.nbytes) for file in added))
-    notes = (*report.notes, *plan.notes[len(planned.plan.notes) :])
-    report = replace(report, files=files, nbytes=sum(nbytes for _, nbytes in files), notes=notes)
-    reads = dict.fromkeys((*planned.reads, *(origin.store for origin in side_files.files.values())))
-    return replace(planned, plan=plan, report=report, reads=tuple(reads))
+def _choose_destination(
+    source: Checkpoint,
+    dst: str | os.PathLike[str] | None,
+    options: Mapping[str, Any],
+    *,
+    programs: bool,
+) -> Destination:
+    """Return the target of a verb: the given one, or the place of the source.
 
+    Only verbs with the option `in_place` can replace their source.
+    """
+    writing = pick_fields(Writing, options, requests=source.source.store.read_profile.request_count)
+    # A checkpoint that is made out of another one keeps its tree by default.
+    layout = pick_fields(LayoutOptions, {"keep_tree": True, **options})
+    format = options.get("format")
+    is_folder = bool(options.get("folder"))
+    in_place = options.get("in_place")
+    if in_place is None:
+        return Destination(target_place(dst, folder=is_folder), format, writing, layout)
 
-def _model_format(source: Checkpoint, where: Destination, copy_config: CopyConfig) -> str | None:
-    """The format that others expect where the target has no suffix: of a layout, or of a Hugging Face folder."""
-    options = where.layout
-    if where.format is None and source.usual_format:
-        return find_folder_format(
-            resolve_format(where.path, source.usual_format, options, is_target=False)
+    # A dry run without a target previews a replacement of the source.
+    in_place = in_place or (dst is None and writing.dry_run)
+    if dst is None:
+        _check_replaceable_source(source, in_place=in_place, is_folder=is_folder)
+        path = source.path
+    else:
+        if in_place:
+            raise Unsupported(
+                "a target and in_place=True exclude each other; leave one of them out",
+                file=source.path,
+            )
+        path = target_place(dst, folder=is_folder)
+        if not is_same_place(path, source.path):
+            return Destination(path, format, writing, layout)
+
+    source_format = format_of(source.format)
+    is_writable = bool(source_format.written_by) or (programs and source_format.programs)
+    if format is None and not is_writable:
+        raise Unsupported(
+            f"{source.format} can be read and not written, so it cannot be replaced; "
+            "give the new one another path",
+            file=source.path,
+            found=source.format,
         )
+    writing = replace(writing, overwrite=writing.overwrite or in_place)
+    return Destination(path, format or source.format, writing, layout)
+
+
+def _check_replaceable_source(source: Checkpoint, *, in_place: bool, is_folder: bool) -> None:
+    """Raise `Unsupported` unless a verb without a target may replace its source."""
+    if not in_place:
+        message = "say where to write: a target, or in_place=True to replace the source"
+        raise Unsupported(f"{message}; dry_run=True only looks", file=source.path)
+    if source.source.store.identity() != place_at(source.path).identity:
+        raise Unsupported(
+            "what was not opened by a path has no place to be replaced in; give a target",
+            file=source.path,
+        )
+    if is_folder:
+        raise Unsupported(
+            "folder=True says what a target is, and there is none; leave it out", file=source.path
+        )
+
+
+def _choose_format(
+    source: Checkpoint, where: Destination, copy_config: CopyConfig, *, programs: bool
+) -> tuple[Destination, bool]:
+    """Choose the format of a target where neither the caller nor the suffix decides.
+
+    Returns:
+        The target with its format, and whether a folder is written.
+    """
+    if programs and find_archive_format(where.path, where.format) is not None:
+        return where, False
+    if not find_suffix(where.path):
+        model_format = _find_model_format(source, where, copy_config)
+        if model_format is not None:
+            where = replace(where, format=model_format)
+    format = resolve_format(where.path, where.format, where.layout)
+    return where, format_of(format).folder
+
+
+def _find_model_format(
+    source: Checkpoint, where: Destination, copy_config: CopyConfig
+) -> str | None:
+    """Return the folder format that other programs expect of this model, or None.
+
+    A Hugging Face folder becomes one again, and so does a model in a layout that has a usual
+    format.
+    """
+    format = where.format
+    if format is None:
+        format = source.usual_format or None
+        if format is None:
+            return _find_hugging_face_format(source, where, copy_config)
+    elif not is_model(source, copy_config):
+        return None
+    name = resolve_format(where.path, format, where.layout, is_target=False)
+    return find_folder_format(name)
+
+
+def _find_hugging_face_format(
+    source: Checkpoint, where: Destination, copy_config: CopyConfig
+) -> str | None:
+    """Return the format of Hugging Face folders if the source is a model with a config."""
     if not is_model(source, copy_config):
         return None
-    if where.format is not None:
-        return find_folder_format(
-            resolve_format(where.path, where.format, options, is_target=False)
-        )
-    # A native directory with a config beside it stays one, unless it is told otherwise.
-    stays = source.format == resolve_format(
-        where.path, None, options, is_target=False
-    ) and isinstance(copy_config, bool)
-    models = (one.name for one in written_formats() if one.weights_by and one.folder)
-    return None if stays else next(models)
+    default_format = resolve_format(where.path, None, where.layout, is_target=False)
+    # A native directory with a config beside it stays one, unless a config is given.
+    if source.format == default_format and isinstance(copy_config, bool):
+        return None
+    return next(entry.name for entry in written_formats() if entry.weights_by and entry.folder)
+
+
+def _add_side_files(planned: Planned[R], side_files: SideFiles, source: Checkpoint) -> Planned[R]:
+    """Return a plan that also writes the side files, and publishes them with the folder."""
+    plan, added_files = side_files.add_to(planned.plan, source)
+    if plan is planned.plan and not added_files:
+        return planned
+    report = planned.report
+    files = (*report.files, *((file.key, file.nbytes) for file in added_files))
+    new_notes = plan.notes[len(planned.plan.notes) :]
+    report = replace(
+        report,
+        files=files,
+        nbytes=sum(nbytes for _, nbytes in files),
+        notes=(*report.notes, *new_notes),
+    )
+    side_stores = [origin.store for origin in side_files.files.values()]
+    reads = tuple(dict.fromkeys((*planned.reads, *side_stores)))
+    return replace(planned, plan=plan, report=report, reads=reads)
 
 
 def check_target(path: str, *, directory: bool, writing: Writing) -> None:
-    """Raise `NotCommitted` for a target that cannot be written, before anything is read. A dry run needs only its folder."""
-    _free(path)
+    """Raise `NotCommitted` if a target cannot be written, before anything is read.
+
+    For a dry run only the folder of the target must be usable. A save to an object store checks the
+    rest itself, with requests that it needs anyway.
+    """
+    count_free_nbytes(path)
     if writing.dry_run:
         return
     if not place_at(path).on_disk:
@@ -466,74 +640,13 @@ def check_target(path: str, *, directory: bool, writing: Writing) -> None:
                 "resume=True takes over files of a directory; a save to an object store begins anew",
                 file=path,
             )
-        return  # the save itself looks, with the same requests
+        return
     target = open_target(system_files(), path)
     try:
         overwrite = not directory if writing.overwrite is None else writing.overwrite
         check_replaceable(target.existing, path, is_folder=directory, overwrite=overwrite)
     finally:
         target.close()
-
-
-def _destination(
-    source: Checkpoint,
-    dst: str | os.PathLike[str] | None,
-    *,
-    in_place: bool,
-    format: str | None,
-    writing: Writing,
-    layout: LayoutOptions,
-    programs: bool,
-    folder: bool,
-) -> Destination:
-    """The target that was named, or the place of the source, in its own format.
-
-    Raises `Unsupported` where neither was said, or both; and for a place in a format that can be read and not written.
-    """
-    # A dry run without a target looks at what it would be in place.
-    in_place = in_place or (dst is None and writing.dry_run)
-    if dst is not None and in_place:
-        raise Unsupported(
-            "a target and in_place=True exclude each other; leave one of them out", file=source.path
-        )
-    if dst is None and not in_place:
-        message = "say where to write: a target, or in_place=True to replace the source"
-        raise Unsupported(f"{message}; dry_run=True only looks", file=source.path)
-    if dst is None and source.source.store.identity() != place_at(source.path).identity:
-        raise Unsupported(
-            "what was not opened by a path has no place to be replaced in; give a target",
-            file=source.path,
-        )
-    if dst is None and folder:
-        raise Unsupported(
-            "folder=True says what a target is, and there is none; leave it out", file=source.path
-        )
-    path = source.path if dst is None else target_place(dst, folder=folder)
-    if dst is not None and not is_same_place(path, source.path):
-        return Destination(path, format, writing, layout)
-    own = format_of(source.format)
-    if format is None and not own.written_by and not (programs and own.programs):
-        message = f"{source.format} can be read and not written, so it cannot be replaced; give the new one another path"
-        raise Unsupported(message, file=source.path, found=source.format)
-    return Destination(
-        path,
-        format or source.format,
-        replace(writing, overwrite=writing.overwrite or in_place),
-        layout,
-    )
-
-
-def check_sources_unchanged(stores: Iterable[Store], target: str) -> None:
-    """Raise `NotCommitted` where a file of these stores was written to since it was opened."""
-    for store in stores:
-        changed = store.find_changed()
-        if changed:
-            message = f"the source {store.name!r} changed while it was read ({', '.join(changed[:3])}); nothing was published"
-            raised = NotCommitted(
-                f"{message}: start again when nobody writes to it", file=target, errno=errno.ESTALE
-            )
-            raised.found = changed
-            raise raised
 
 
 def check_in_place(stores: Iterable[Store], target: str) -> None:
@@ -550,83 +663,133 @@ def check_in_place(stores: Iterable[Store], target: str) -> None:
                 f"the target was changed, replaced or removed after it was opened ({shown_keys}); "
                 "it is left as it is now. Open it again, and repeat this"
             )
-            raised = NotCommitted(message, file=target, errno=errno.ESTALE)
-            raised.found = tuple(replaced_keys)
-            raise raised
+            error = NotCommitted(message, file=target, errno=errno.ESTALE)
+            error.found = tuple(replaced_keys)
+            raise error
 
 
-def _bucket_names() -> BucketNames:
-    from holdfast.verbs.shared.references import (
-        NAMES,  # what it imports is for those who have a bucket
-    )
+def _load_bucket_names() -> BucketNames:
+    from holdfast.verbs.shared.references import NAMES  # its imports are only needed for buckets
 
     return NAMES
 
 
 FILES_REPLACED = Writing(overwrite=None)
+"""The default: a file is replaced, a directory is not."""
 
 
 def write_plan(
-    plan: SavePlan, path: str, writing: Writing = FILES_REPLACED, *, progress: Progress | None = None,
-    before_commit: Callable[[], None] | None = None, before_rename: Callable[[], None] | None = None,
+    plan: SavePlan,
+    path: str,
+    writing: Writing = FILES_REPLACED,
+    *,
+    progress: Progress | None = None,
+    before_publish: Callable[[], None] | None = None,
+    before_rename: Callable[[], None] | None = None,
     files: Files | None = None,
-    copied: Callable[[LinkedFile], None] | None = None, ranks: Ranks = ALONE,
-    mark: Callable[[], bytes] = bytes, findings: Findings = NO_FINDINGS,
-) -> Mapping[str, int]:  # fmt: skip
-    """Write a plan and publish it. Gives the CRC-32 of each piece that was written; of
-    several ranks the first one has all of them.
+    on_copy: Callable[[LinkedFile], None] | None = None,
+    ranks: Ranks = ALONE,
+    hash_source: Callable[[], bytes] = bytes,
+    findings: Findings = NO_FINDINGS,
+) -> Mapping[str, int]:
+    """Write a plan and publish it. A plan can be written once.
 
-    With `read_back`, and always if several ranks write, the reader opens what was written before it is published.
-    `before_commit` is called when all is written, and `before_rename` right before something on a disk
-    is replaced: their errors keep everything as it was. `copied` is called with each file that
-    cannot be linked.
+    With `writing.read_back`, and always if several ranks write, the reader opens what was written
+    before it is published.
+
+    Args:
+        plan: The plan.
+        path: The target.
+        writing: The options.
+        progress: Called with the number of bytes after each write.
+        before_publish: Called when everything is written. If it raises, nothing is published.
+        before_rename: Called right before a file or folder on a disk is replaced. The same holds.
+        files: The file system, for tests.
+        on_copy: Called with each file of a base that is copied because it cannot be linked.
+        ranks: The ranks that write the plan together.
+        hash_source: Hashes the source, which must be the same on all ranks.
+        findings: Collects on all ranks what is found out during the save.
+
+    Returns:
+        The CRC-32 of each tensor or file part by its label. Of several ranks, the first one has all.
     """
     is_url = is_parsed_url(path)
-    threads, block, parts = writing.threads, None, None
-    if (within := writing.budget if writing.max_memory is not None else None) is not None:
-        threads, block = within.threads, within.block_nbytes
-        parts = writing.parts if is_url else None
-    if threads is None and writing.processes > 1:
+    threads = writing.threads
+    block_nbytes = None
+    upload_part_count = None
+    if writing.max_memory is not None:
+        memory = plan_memory(
+            writing.max_memory,
+            threads,
+            request_count=writing.requests,
+            processes=writing.processes,
+        )
+        threads = memory.threads
+        block_nbytes = memory.block_nbytes
+        upload_part_count = writing.upload_part_count if is_url else None
+    elif threads is None and writing.processes > 1:
         threads = default_threads(writing.processes)
+
     overwrite = writing.overwrite is not False
     if plan.directory or plan.is_copy:
         overwrite = bool(writing.overwrite)
-    written_names = cache(lambda: {key for key, _ in plan.file_sizes})
-    target_at = partial(
-        make_target, path, plan, overwrite=overwrite, durable=writing.durable, bucket_names=_bucket_names,
-        is_replaceable=lambda name: name in written_names() or is_replaceable(name), resume=writing.resume, files=files,
-        save_id=writing.save, upload_parts=parts, has_other_ranks=ranks.size > 1,
-    )  # fmt: skip
+    list_written_names = cache(lambda: {key for key, _ in plan.file_sizes})
+    make_this_target = partial(
+        make_target,
+        path,
+        plan,
+        overwrite=overwrite,
+        durable=writing.durable,
+        bucket_names=_load_bucket_names,
+        is_replaceable=lambda name: name in list_written_names() or is_replaceable(name),
+        resume=writing.resume,
+        files=files,
+        save_id=writing.save,
+        upload_parts=upload_part_count,
+        has_other_ranks=ranks.size > 1,
+    )
 
     def link_files(target: Target) -> None:
-        for linked in plan.linked:
-            if not target.link_file(linked) and copied is not None:
-                copied(linked)
+        for file in plan.linked:
+            if not target.link_file(file) and on_copy is not None:
+                on_copy(file)
 
-    # A copy has the files of a checkpoint that was opened.
-    is_checked = (writing.read_back or ranks.size > 1) and not plan.is_copy
-    saving = SaveContext(
-        check_opens=partial(check_plan_opens, plan, path) if is_checked else None,
-        threads=threads, block_nbytes=block, progress=progress, read_back=writing.read_back,
-        before_publish=before_commit or (lambda: None), before_rename=before_rename or (lambda: None), attributes=plan.attributes,
-    )  # fmt: skip
+    # The files of a copy are those of a checkpoint that was opened, and need no check.
+    needs_check = (writing.read_back or ranks.size > 1) and not plan.is_copy
+    context = SaveContext(
+        check_opens=partial(check_plan_opens, plan, path) if needs_check else None,
+        threads=threads,
+        block_nbytes=block_nbytes,
+        progress=progress,
+        read_back=writing.read_back,
+        before_publish=before_publish or (lambda: None),
+        before_rename=before_rename or (lambda: None),
+        attributes=plan.attributes,
+    )
     if ranks.size > 1:
-        join = partial(
-            join_target, path=path, durable=writing.durable, plan=plan, resume=writing.resume
-        )
         joint_save = PlanSave(
-            plan, ranks, saving, open_target=lambda: target_at().__enter__(), link_files=link_files, join_target=join,
-            hash_source=mark, findings=findings,
-        )  # fmt: skip
+            plan,
+            ranks,
+            context,
+            open_target=lambda: make_this_target().__enter__(),
+            link_files=link_files,
+            join_target=partial(
+                join_target, path=path, durable=writing.durable, plan=plan, resume=writing.resume
+            ),
+            hash_source=hash_source,
+            findings=findings,
+        )
         joint_save.write()
-    else:
-        with target_at() as target:
-            if plan.linked:
-                link_files(target)
-            for file in plan.files:
-                target.prepare_file(file)(saving)
-                if not is_url:
-                    # A file in a bucket may be uploaded only when it is published.
-                    file.forget_segments()
-            target.publish(plan.index, saving)
-    return remove_hashes(saving.crcs)
+        return remove_hashes(context.crcs)
+
+    with make_this_target() as target:
+        if plan.linked:
+            link_files(target)
+        for file in plan.files:
+            target.prepare_file(file)(context)
+            if not is_url:
+                # The segments of a million tensors take 260 MB, which the check of the written file
+                # needs. A file in a bucket may still have to be uploaded.
+                force_setattr(file, "segments", ())
+        target.publish(plan.index, context)
+    return remove_hashes(context.crcs)
