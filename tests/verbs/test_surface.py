@@ -24,7 +24,7 @@ from holdfast.engine.targets import folder as folder_target
 from holdfast.errors import CannotHold, LimitExceeded, NotCommitted, Unsupported
 from holdfast.extras.packages import package, tie
 from holdfast.extras.pruning import prune
-from holdfast.stores import place
+from holdfast.stores import platform
 from holdfast.stores.local import LocalStore
 from holdfast.verbs.shared.planned import Planned, Writing
 from tests.support import public_names
@@ -201,7 +201,7 @@ def test_a_source_may_be_bytes(verb, source, target):
 
 
 def test_no_room_is_found_before_anything_is_written(verb, source, target, monkeypatch):
-    monkeypatch.setattr(place, "free_nbytes", lambda path: 100)
+    monkeypatch.setattr(platform, "count_free_nbytes", lambda path: 100)
     assert (
         "NOT ENOUGH"
         in VERBS[verb](source if verb != "save" else STATE, target, dry_run=True).explain()
