@@ -96,11 +96,24 @@ def gap_sizes_in(start: int, stop: int, wanted_bytes: set[int]) -> list[int]:
     return [len(list(run)) for _, run in runs]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+random_policies = st.builds(
+    JoinPolicy,
+    free_gap=st.integers(0, 9),
+    max_gap=st.integers(0, 64),
+    over_read=st.sampled_from([0.0, 0.1, 2.0]),
+    separate_nbytes=st.integers(1, 250),
+    block_nbytes=st.integers(1, 64),
+)
+
+
+@pytest.mark.parametrize("name", [*POLICIES, "random"])
 @settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_every_range_is_in_one_read_and_unwanted_bytes_are_within_the_budget(name, data):
-    policy = scale_down(POLICIES[name])
+    if name == "random":
+        policy = data.draw(random_policies)
+    else:
+        policy = scale_down(POLICIES[name])
     drawn_ranges = sorted(data.draw(ranges(policy)))
 
     first_ranges = coalesce(*columns_of(drawn_ranges), policy).tolist()

@@ -1,6 +1,4 @@
-"""Reading through the planner and the engine against a bit-by-bit oracle, with blocks so small that everything is cut."""
-
-import itertools
+"""Reading compared with oracles that look at every bit. Blocks are so small that everything is cut."""
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
-from holdfast.engine.coalesce import JoinPolicy, coalesce
+from holdfast.engine.coalesce import JoinPolicy
 from holdfast.engine.source import OpenSource
 from holdfast.errors import BadIndex
 from holdfast.stores.memory import MemoryStore
@@ -29,7 +27,8 @@ policies = st.builds(
 )
 
 
-def same_bits(a, b):
+def are_identical(a, b):
+    """Return whether two arrays have the same shape, dtype and bits."""
     return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
@@ -41,154 +40,123 @@ def same_bits(a, b):
     st.sampled_from(["little", "big"]),
     st.booleans(),
 )
-def test_any_chunk_reads_as_the_oracle_does(drawn, policy, random, byteorder, strided_out):
+def test_any_chunk_is_read_as_by_the_oracle(drawn, policy, random, byteorder, is_transposed):
     chunk, dtype = drawn
-    chunk = Chunk(
-        chunk.box,
-        Storage("f", 3, chunk.storage.nbytes, byteorder, home=None),
-        chunk.offset,
-        chunk.strides,
-    )
+    storage = Storage("f", 3, chunk.storage.nbytes, byteorder, home=None)
+    chunk = Chunk(chunk.box, storage, chunk.offset, chunk.strides)
     content = random.randbytes(3 + chunk.storage.nbytes)
     source = OpenSource(MemoryStore({"f": content}), policy=policy, threads=1)
     tensor = LazyTensor("t", dtype, chunk.shape, (chunk,), source)
-    out = (
-        np.zeros(chunk.shape[::-1], dtype.numpy).T
-        if strided_out
-        else np.zeros(chunk.shape, dtype.numpy)
-    )
+    out = np.zeros(chunk.shape, dtype.numpy)
+    if is_transposed:
+        out = np.zeros(chunk.shape[::-1], dtype.numpy).T
+
     source.read([Request(tensor, out)])
-    assert same_bits(out, read_slowly(chunk, dtype, content))
+
+    assert are_identical(out, read_slowly(chunk, dtype, content))
 
 
 @st.composite
 def tiled_tensors(draw):
-    """An int16 tensor in several chunks, each with its own order of elements in the file, and the array it stands for."""
+    """Draw an int16 array, the content of a file with its chunks, and the chunks.
+
+    Each chunk has its own order of axes in the file.
+    """
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     array = np.arange(np.prod(shape), dtype=np.int16).reshape(shape)
     axis = draw(st.integers(0, len(shape) - 1))
     boxes = list(Box.whole(shape).split(axis, draw(st.integers(1, 4))))
-    content, parts = b"", []
+    content = b""
+    tile_chunks = []
     for box in boxes:
         order = draw(st.permutations(range(len(shape))))
-        piece = np.ascontiguousarray(array[box.slices].transpose(order))
-        strides = dict(zip(order, c_strides(piece.shape, 16), strict=True))
-        parts.append(
-            Chunk(
-                box,
-                Storage("f", len(content), piece.nbytes, home=None),
-                0,
-                tuple(strides[d] for d in range(len(shape))),
-            )
-        )
-        content += piece.tobytes()
-    return array, content, tuple(parts)
+        stored_array = np.ascontiguousarray(array[box.slices].transpose(order))
+        stride_of_axis = dict(zip(order, c_strides(stored_array.shape, 16), strict=True))
+        strides = tuple(stride_of_axis[axis] for axis in range(len(shape)))
+        storage = Storage("f", len(content), stored_array.nbytes, home=None)
+        tile_chunks.append(Chunk(box, storage, 0, strides))
+        content += stored_array.tobytes()
+    return array, content, tuple(tile_chunks)
 
 
-def index_for(shape):
-    one = lambda n: st.one_of(  # noqa: E731
-        st.integers(-n, n - 1),
-        st.slices(n),
-        st.builds(
-            slice,
-            st.none() | st.integers(-9, 9),
-            st.none() | st.integers(-9, 9),
-            st.sampled_from([1, 2, 3, -1, -2, None]),
-        ),
+def axis_indices(length):
+    """Return a strategy for what may stand in an index for one axis."""
+    bounds = st.none() | st.integers(-9, 9)
+    steps = st.sampled_from([1, 2, 3, -1, -2, None])
+    return st.one_of(
+        st.integers(-length, length - 1),
+        st.slices(length),
+        st.builds(slice, bounds, bounds, steps),
     )
-    return (
-        st.integers(0, len(shape))
-        .flatmap(lambda k: st.tuples(*(one(n) for n in shape[:k])))
-        .flatmap(lambda t: st.sampled_from([t, (*t, ...), (None, *t), (*t, ..., None)]))
-    )
+
+
+@st.composite
+def index_for(draw, shape):
+    """Draw an index for an array of this shape, also with an ellipsis and a new axis."""
+    axis_count = draw(st.integers(0, len(shape)))
+    index = tuple(draw(axis_indices(length)) for length in shape[:axis_count])
+    return draw(st.sampled_from([index, (*index, ...), (None, *index), (*index, ..., None)]))
 
 
 @settings(max_examples=examples(300), deadline=None)
 @given(st.data(), tiled_tensors(), policies)
 def test_slicing_a_tensor_of_chunks_is_slicing_the_array(data, drawn, policy):
-    array, content, parts = drawn
+    array, content, tile_chunks = drawn
     source = OpenSource(MemoryStore({"f": content}), policy=policy, threads=2)
-    tensor = LazyTensor("t", DTYPES.name("int16"), array.shape, parts, source)
-    first = data.draw(index_for(array.shape))
-    expected, lazy = array[first], tensor[first]
+    tensor = LazyTensor("t", DTYPES.name("int16"), array.shape, tile_chunks, source)
+
+    index = data.draw(index_for(array.shape))
+    expected = array[index]
+    tensor = tensor[index]
     if expected.ndim and all(expected.shape):
-        second = data.draw(index_for(expected.shape))
-        expected, lazy = expected[second], lazy[second]
-    assert lazy.shape == expected.shape
-    assert same_bits(lazy.read(), np.asarray(expected))
-    assert same_bits(lazy.T.numpy(), np.asarray(expected).T)
+        second_index = data.draw(index_for(expected.shape))
+        expected = expected[second_index]
+        tensor = tensor[second_index]
+
+    assert tensor.shape == expected.shape
+    assert are_identical(tensor.read(), np.asarray(expected))
+    assert are_identical(tensor.T.numpy(), np.asarray(expected).T)
 
 
-@settings(max_examples=examples(300))
-@given(
-    st.lists(st.tuples(st.integers(0, 500), st.integers(1, 40)), min_size=1, max_size=30),
-    policies,
-)
-def test_joined_reads_cover_everything_and_over_read_is_bounded(ranges, policy):
-    ordered = sorted((a, a + n) for a, n in ranges)
-    starts, stops = (np.array(x, np.int64) for x in zip(*ordered, strict=True))
-    heads = coalesce(starts, stops, policy).tolist()
-    assert heads[0] == 0
-    assert heads == sorted(set(heads))
-    groups = [(a, b) for a, b in itertools.pairwise([*heads, len(starts)])]
-    wasted = 0
-    # A byte that another range wants is no gap, even where a cut at a block's boundary makes it be read twice.
-    covered = set().union(*(range(s, e) for s, e in ordered))
-    for a, b in groups:
-        gaps = sorted(set(range(int(starts[a]), int(stops[a:b].max()))) - covered)
-        # Runs of consecutive missing bytes: the free ones cost nothing by the rule.
-        for _, run in itertools.groupby(enumerate(gaps), lambda p: p[1] - p[0]):
-            length = len(list(run))
-            assert length <= max(policy.free_gap, policy.max_gap)
-            wasted += length if length > policy.free_gap else 0
-        assert int(starts[b - 1]) - int(starts[a]) < policy.block_nbytes or b - a == 1
-    assert wasted <= int((stops - starts).sum()) * policy.over_read
-
-
-def element_places(shape, parts):
-    """Of each element the bit of its storage; -1 for one that no chunk has."""
-    places = np.full(shape, -1, object)
-    for chunk in parts:
-        own = np.full(chunk.shape, chunk.offset, object)
-        for d, stride in enumerate(chunk.strides):
-            own = own + (np.arange(chunk.shape[d], dtype=object) * stride).reshape(
-                [-1 if e == d else 1 for e in range(own.ndim)]
-            )
-        places[chunk.box.slices] = own
-    return places
+def element_bits_of(shape, tensor_chunks):
+    """Return the first bit of each element in its storage; -1 for an element that no chunk has."""
+    first_bits = np.full(shape, -1, object)
+    for chunk in tensor_chunks:
+        chunk_bits = np.full(chunk.shape, chunk.offset, object)
+        for axis, stride in enumerate(chunk.strides):
+            steps = np.arange(chunk.shape[axis], dtype=object) * stride
+            axis_shape = [1] * len(chunk.shape)
+            axis_shape[axis] = -1
+            chunk_bits = chunk_bits + steps.reshape(axis_shape)
+        first_bits[chunk.box.slices] = chunk_bits
+    return first_bits
 
 
 @settings(max_examples=examples(300), deadline=None)
-@given(st.data(), chunks(start=3))
-def test_an_index_takes_the_elements_that_numpy_takes(data, drawn):
-    """Of a tensor in one piece, and of one whose only chunk does not begin at its first element."""
+@given(st.data(), chunks(start=3), st.booleans(), st.booleans())
+def test_an_index_takes_the_elements_that_numpy_takes(data, drawn, is_shifted, is_bare):
+    """The only chunk of the tensor may begin behind its first element."""
     chunk, _ = drawn
-    moved = data.draw(st.booleans())
-    chunk = (
-        Chunk(
-            Box.from_offsets((1,) * chunk.box.rank, chunk.shape),
-            chunk.storage,
-            chunk.offset,
-            chunk.strides,
-        )
-        if moved
-        else chunk
-    )
+    if is_shifted:
+        box = Box.from_offsets((1,) * chunk.box.rank, chunk.shape)
+        chunk = Chunk(box, chunk.storage, chunk.offset, chunk.strides)
     shape = tuple(chunk.box.stop)
-    index = data.draw(index_for(shape) if 0 not in shape else st.just(slice(None)))
-    index = (
-        index[0]
-        if isinstance(index, tuple) and len(index) == 1 and data.draw(st.booleans())
-        else index
-    )
+    index = slice(None)
+    if 0 not in shape:
+        index = data.draw(index_for(shape))
+        if len(index) == 1 and is_bare:
+            index = index[0]
     tensor = LazyTensor("t", DTYPES.name("uint8"), shape, (chunk,), OpenSource(MemoryStore({})))
     if not shape and isinstance(index, slice):
         with pytest.raises(BadIndex, match="too many"):
             tensor[index]
         return
-    expected = np.asarray(element_places(shape, [chunk])[index], object)
-    part = tensor[index]
-    assert part.shape == expected.shape
-    assert element_places(part.shape, part.chunks).tolist() == expected.tolist()
-    assert all(piece.box.count for piece in part.chunks)
-    assert replace(part, name="other").chunks == part.chunks
+
+    tensor_slice = tensor[index]
+
+    expected = np.asarray(element_bits_of(shape, [chunk])[index], object)
+    assert tensor_slice.shape == expected.shape
+    first_bits = element_bits_of(tensor_slice.shape, tensor_slice.chunks)
+    assert first_bits.tolist() == expected.tolist()
+    assert all(slice_chunk.box.count for slice_chunk in tensor_slice.chunks)
+    assert replace(tensor_slice, name="other").chunks == tensor_slice.chunks
