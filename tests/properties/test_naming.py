@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from holdfast.core import leaves as walked
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
-from holdfast.core.leaves import FREE_STEPS, PLAIN, find_leaves, find_tensor_paths, name_tensors
+from holdfast.core.leaves import FREE_STEPS, PLAIN_VALUE_TYPES, find_leaves, find_tensor_paths, name_tensors
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque, Size
 from holdfast.core.tensor import PLAIN_TRAITS as NO_TRAITS
@@ -172,7 +172,7 @@ class Slow:
         if type(value) is LazyTensor:
             self.found.append((path, value))
             return True
-        if type(value) in PLAIN:
+        if type(value) in PLAIN_VALUE_TYPES:
             return False
         held = self._held(value)
         if held is None:
@@ -225,7 +225,7 @@ class Slow:
     def _look_at(self, value: object, inside: list[tuple[object, object]], below: bool) -> None:
         keys, types = {type(key) for key, _ in inside}, {type(inner) for _, inner in inside}
         self.nested |= below
-        self.beyond |= type(value) is not dict or not keys <= {str} or not PLAIN.isdisjoint(types)
+        self.beyond |= type(value) is not dict or not keys <= {str} or not PLAIN_VALUE_TYPES.isdisjoint(types)
 
     def _leaf(self, value: object, path: Path) -> bool:
         try:
@@ -302,7 +302,7 @@ def test_an_opened_state_is_named_path_by_path(tree: object, spare: int, depth: 
 def test_a_state_to_be_saved_is_named_path_by_path(tree: object, spare: int, depth: int) -> None:
     slow = Slow(tree, opened=False, depth=depth, spare=spare)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(walked, "AGAIN", spare)
+        patch.setattr(walked, "MAX_REPEATED_STEPS", spare)
         leaves = find_leaves(tree, [LazyTensor], convert, depth)
     assert leaves.names == [name for name, _ in slow.names()]
     assert [*map(id, leaves.values)] == [id(one) for _, one in slow.found]

@@ -1,18 +1,21 @@
-"""`Leaves`: the tensors of a nested state, found by one walk, with their names; the containers stay as they are.
+"""`Leaves`: the tensors of a nested state and their names, found by one walk.
 
-What was opened (`name_tensors`) and what is to be saved (`find_leaves`) go through one loop. A `Policy` says what differs.
+A state that was opened (`name_tensors`) and one that will be saved (`find_leaves`) are walked by the
+same code. A `WalkPolicy` has the differences.
 
-1. There are dicts, lists, tuples, pickled objects (`Opaque`), and plain values. Whoever wants it says which types are tensors, and
-   what becomes of any other leaf (`convert`). No function is called for a tensor, and few for a container.
-2. The state may be hostile: containers may be shared a million times, contain themselves, or nest without end. Each is gone through
-   where it is met first, in the order in which a person would read it.
-3. A container that is met again is gone through again (the same state dict under two keys has two sets of names), as long as a
-   budget of extra steps lasts. After that it is left out. What an object holds is stored in dicts that other objects may hold as
-   well: `core.tree.contents` says which, and these are counted like any container.
+1. A state has dicts, lists, tuples, pickled objects (`Opaque`), tensors and other values. The caller
+   passes the types that are tensors, and a function that converts other leaves. No function is
+   called for a tensor, because there may be a million of them.
+2. A state may be hostile: containers may occur a million times, contain themselves, or nest without
+   end. Each is walked where it occurs first, in the order in which a person would read it.
+3. A container that occurs again is walked again, because its tensors have other names there (the
+   same state dict under two keys). This is limited by a budget of steps. When it is spent, further
+   occurrences are skipped. What an object contains is stored in dicts that other objects may
+   contain as well; they count like any container (`core.tree.list_contents`).
 4. A container that contains itself is not entered again on its own path.
-5. A name is made where a tensor is: what it begins with is joined for a container that has tensors, not for each above it. Names
-   that take many times the bytes they are made from are refused, before they are made.
-6. Of tensors that would have one name, the second gets a number, and so do those behind it.
+5. Names that take many times the bytes that they are made of are refused before they are made. Ten
+   keys of a megabyte, nested in each other, could otherwise stand before a million tensors.
+6. If two tensors would have the same name, the second one gets a number, and so on.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
+
+from msgspec import Struct
 
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
@@ -44,80 +49,94 @@ from holdfast.errors import CannotHold, LimitExceeded, Unsupported
 if TYPE_CHECKING:
     from holdfast.core.table import Table
 
-PLAIN = frozenset({type(None), bool, int, float, str})
-TEXT = frozenset({str})
-KEYS = frozenset({str, int})
-DICTS = frozenset({dict, OrderedDict})
-CONTAINERS = DICTS | {list, tuple}
-INTEGER = frozenset({int})
+PLAIN_VALUE_TYPES = frozenset({type(None), bool, int, float, str})
+"""The types of leaves that are never tensors, and need no conversion."""
 
-AGAIN = 100_000  # Of a state in memory: steps through containers that stand in several places, beyond the first of each.
-FREE_STEPS = 10_000  # Such steps that are allowed however small a file is: the same few dicts under several keys.
-HELD_NBYTES = 64  # What a child of a container takes in memory, at the least: its object, and the two references to it and its key.
+DICT_TYPES = frozenset({dict, OrderedDict})
+CONTAINER_TYPES = DICT_TYPES | {list, tuple}
+KEY_TYPES = frozenset({str, int})
+"""The types of keys that stand in a path as they are."""
+
+MAX_REPEATED_STEPS = 100_000
+"""The steps through containers that occur again, for a state in memory."""
+
+FREE_STEPS = 10_000
+"""Such steps that are allowed for every file, however small: a few dicts under several keys."""
+
+CHILD_NBYTES = 64
+"""The least memory that a child of a container takes: its object and the references to it and to
+its key."""
 
 Convert = Callable[[object, Path], object]
-"""From a leaf to a lazy tensor, a composite, or whatever is to be kept of it. Raises `Unsupported` where it cannot be kept."""
+"""Converts a leaf to a lazy tensor, to a composite, or to the value that is saved in its place.
+Raises Unsupported if the leaf cannot be saved."""
 
-
-Room = Callable[[int, int], int]
-"""How many characters names may take together, where so many are taken by so many names. Raises `LimitExceeded` for too many."""
+AllowCharacters = Callable[[int, int], int]
+"""Receives how many characters all names have, and how many names there are. Returns how many
+characters they may have. Raises LimitExceeded if they have more."""
 
 
 class WalkPolicy(Value, frozen=True, eq=False):
-    """What differs between going through a state that was opened and through one that is to be saved."""
+    """The differences between the walk of an opened state and that of one that will be saved."""
 
-    depth: int
-    """Containers nest less than so deep."""
-    again: int
-    """Steps through containers that were met before."""
-    room: Room
-    """Is asked when names take more than `FREE_CHARACTERS`."""
-    entered: tuple[type, ...] = (Opaque,)
-    """What is entered besides dicts, plain lists and plain tuples."""
-    refuses: bool = True
-    """Whether what contains itself or is too deep stands in the way of a save, and is collected. Else the former is passed over,
-    and the latter raises `LimitExceeded`."""
-    paths: Container[int] = ()
-    """Numbers of tensors whose paths are kept."""
+    max_depth: int
+    """How many containers may be nested in each other."""
+    max_repeated_steps: int
+    """How many steps may lead through containers that were walked before."""
+    allow_characters: AllowCharacters
+    """Is called when names have more than `FREE_CHARACTERS`."""
+    entered_types: tuple[type, ...] = (Opaque,)
+    """The types that are entered besides dicts, plain lists and plain tuples."""
+    collects_problems: bool = True
+    """Whether containers that contain themselves or are nested too deep become problems of the
+    save. Otherwise the former are skipped, and the latter raise LimitExceeded."""
+    wanted_paths: Container[int] = ()
+    """The indices of the tensors whose paths are recorded."""
 
 
 class RowLeaf(Value, frozen=True, eq=False, gc=False):
-    """A tensor in the tree of a state that nobody has made: a row of its table."""
+    """A leaf that stands for a row of a table, in a state that was made of a table."""
 
     row: int
 
 
 class Leaves:
-    """The tensors of a state, in the order in which a person would read it."""
+    """The tensors of a state and their names, in the order in which a person would read it.
 
-    def __init__(self, kinds: Collection[type], convert: Convert | None) -> None:
-        self.tensor_types = frozenset(kinds)
+    Attributes:
+        tensor_types: The types of values that are tensors.
+        names: The name of each tensor.
+        values: Each tensor: a value of the state, or the lazy tensor that a leaf was converted to.
+        has_other_values: Whether there is anything but tensors in dicts with text keys.
+        is_nested: Whether there is a container in the state, or a composite.
+        is_single_tensor: Whether the state is one tensor, without a container.
+        has_traits: Whether a tensor is more than its elements, such as a parameter. The caller
+            sets it.
+        conversions: By identity, the leaves that were converted, each with its replacement.
+        irregular_tensors: By identity, the lazy tensors of the leaves that are irregular rows.
+        converted_leaves: The leaves that were converted to tensors, with their names.
+        problems: Why the state cannot be saved: sentences that start with a path.
+        paths: The paths of tensors by their indices, if these were requested.
+        numbered_names: The indices of tensors whose names got a number, with the names before.
+        skipped_count: The references that were skipped because the budget of steps was spent.
+    """
+
+    def __init__(self, tensor_types: Collection[type], convert: Convert | None) -> None:
+        self.tensor_types = frozenset(tensor_types)
         self.names: list[str] = []
         self.values: list[object] = []
-        """The tensor of each name: as it stands in the state, or the lazy tensor that was made of a leaf of another type."""
-        self.has_other_values = False  # Whether there is anything but tensors in dicts of texts.
+        self.has_other_values = False
         self.is_nested = False
-        self.is_single_tensor = False  # Whether the state is one tensor, with nothing around it.
+        self.is_single_tensor = False
         self.has_traits = False
-        """Whether a tensor is more than its elements: a Parameter, one that wants a gradient. Said by whoever has asked."""
-        self.conversions: dict[
-            int, tuple[object, object]
-        ] = {}  # By identity: leaves of other types, and what was made of them.
-        self.irregular_tensors: dict[
-            int, LazyTensor
-        ] = {}  # By identity: the lazy tensors of those whose rows are irregular.
-        self.converted_leaves: list[
-            tuple[str, object]
-        ] = []  # Those that became tensors, with their names.
-        self.problems: list[str] = []  # What stands in the way of a save, by its path.
-        self.paths: dict[
-            int, Path
-        ] = {}  # Of the tensors of these numbers, where they were asked for.
-        self.numbered_names: list[
-            tuple[int, str]
-        ] = []  # Tensors whose names got a number, and what these were before.
-        self.skipped_count = 0  # References to containers that were gone through too often already.
-        self._convert = convert
+        self.conversions: dict[int, tuple[object, object]] = {}
+        self.irregular_tensors: dict[int, LazyTensor] = {}
+        self.converted_leaves: list[tuple[str, object]] = []
+        self.problems: list[str] = []
+        self.paths: dict[int, Path] = {}
+        self.numbered_names: list[tuple[int, str]] = []
+        self.skipped_count = 0
+        self.convert = convert
 
     @property
     def is_flat(self) -> bool:
@@ -125,382 +144,538 @@ class Leaves:
         return not (self.is_nested or self.has_other_values or self.has_traits)
 
     def is_tensor(self, value: object) -> bool:
-        """Whether a value of the state is a tensor of a type that was asked for."""
+        """Return whether a value of the state is a tensor that was not converted."""
         return type(value) in self.tensor_types and id(value) not in self.conversions
 
-    def replace_with_parts(self, wholes: Mapping[int, Composite]) -> None:
-        """Put the parts of composites in the places of the tensors of these numbers, which only look like plain ones."""
+    def replace_with_parts(self, composites: Mapping[int, Composite]) -> None:
+        """Replace tensors by the parts of composites.
+
+        Args:
+            composites: By index, what a tensor is that looks like a plain one, but is stored as
+                several tensors.
+        """
         names: list[str] = []
         values: list[object] = []
-        done = 0
-        for number, whole in sorted(wholes.items()):
-            name, value = self.names[number], self.values[number]
-            self.conversions[id(value)] = value, whole
-            names += (
-                *self.names[done:number],
-                *[part if self.is_single_tensor else f"{name}.{part}" for part in whole.parts],
-            )
-            values += (*self.values[done:number], *whole.parts.values())
-            done = number + 1
-        self.names, self.values, self.is_nested = (
-            [*names, *self.names[done:]],
-            [*values, *self.values[done:]],
-            True,
-        )
+        for index, (name, value) in enumerate(zip(self.names, self.values, strict=True)):
+            composite = composites.get(index)
+            if composite is None:
+                names.append(name)
+                values.append(value)
+                continue
+            self.conversions[id(value)] = value, composite
+            for part_name, part in composite.children():
+                names.append(part_name if self.is_single_tensor else f"{name}.{part_name}")
+                values.append(part)
+        self.names = names
+        self.values = values
+        self.is_nested = True
 
     def for_table(self, table: Table) -> Leaves:
-        """The leaves as rows of another table, which has a row for each of them, in their order."""
-        made = copy.copy(self)
-        wholes = [
-            (key, value, one)
-            for key, (value, one) in self.conversions.items()
-            if isinstance(one, Composite)
-        ]
-        if wholes:
-            rows = dict(zip(map(id, self.values), range(len(self.values)), strict=True))
-            views = {
-                id(part): table.lazy_tensor(rows[id(part)])
-                for _, _, one in wholes
-                for part in one.parts.values()
-            }
-            made.values = [views.get(id(value), value) for value in self.values]
-            made.conversions = dict(self.conversions)
-            for key, value, one in wholes:
-                made.conversions[key] = (
-                    value,
-                    replace(one, parts={name: views[id(part)] for name, part in one.parts.items()}),
-                )
-        apart: set[int] = set()
-        for number, kind in enumerate(table.kinds):
+        """Return these leaves for another table that has a row for each of them, in their order."""
+        leaves = copy.copy(self)
+        if self.composites():
+            leaves._replace_composite_parts(table)
+
+        special_kinds: set[int] = set()
+        for kind_index, kind in enumerate(table.kinds):
             traits = kind.traits
-            # Of such a tensor a tree says more than its name: it has more than its elements and a few marks.
-            is_more = not (traits.subclass is traits.state is traits.blocks is None)
-            if is_more or not (kind.is_whole and kind.nbytes):
-                apart.add(number)
-        rows_apart = (
-            [
-                row
-                for row, kind in enumerate(table.kind_indices)
-                if kind in apart or row in table.irregular
-            ]
-            if apart or table.irregular
-            else []
-        )
-        made.irregular_tensors = {
-            id(made.values[row]): table.lazy_tensor(row) for row in rows_apart
-        }
-        return made
+            # A tree describes a tensor with one of these attributes by more than its name.
+            has_attributes = not (traits.subclass is traits.state is traits.blocks is None)
+            if has_attributes or not kind.is_whole or not kind.nbytes:
+                special_kinds.add(kind_index)
+
+        leaves.irregular_tensors = {}
+        if special_kinds or table.irregular:
+            for row, kind_index in enumerate(table.kind_indices):
+                if kind_index in special_kinds or row in table.irregular:
+                    leaves.irregular_tensors[id(leaves.values[row])] = table.lazy_tensor(row)
+        return leaves
+
+    def _replace_composite_parts(self, table: Table) -> None:
+        """Replace the parts of composites by the rows of a table."""
+        rows = {id(value): row for row, value in enumerate(self.values)}
+        self.values = [*self.values]
+        self.conversions = dict(self.conversions)
+        for key, (value, composite) in self.conversions.items():
+            if isinstance(composite, Composite):
+                parts: dict[str, LazyTensor] = {}
+                for name, part in composite.children():
+                    parts[name] = table.lazy_tensor(rows[id(part)])
+                    self.values[rows[id(part)]] = parts[name]
+                self.conversions[key] = value, replace(composite, parts=parts)
 
     def describe(self, value: object) -> object:
-        """What was made of a leaf of another type, or of an irregular tensor; any other value as it is."""
-        found = self.conversions.get(id(value))
-        return self.irregular_tensors.get(id(value), value) if found is None else found[1]
+        """Return what is saved for a value: its conversion, its lazy tensor, or the value itself."""
+        conversion = self.conversions.get(id(value))
+        if conversion is not None:
+            return conversion[1]
+        return self.irregular_tensors.get(id(value), value)
 
     def raise_problems(self) -> None:
+        """Raise CannotHold with all problems, if there are any."""
         if self.problems:
             raise CannotHold("this state cannot be saved", self.problems)
 
     def find(self, state: object, policy: WalkPolicy) -> None:
-        """Go through a state, and give each tensor in it a name of its own."""
-        self.has_other_values = type(state) is not dict
-        characters, names = self._go_through(state, policy), self.names
-        self.is_single_tensor = names == [""] and not isinstance(
-            state, dict | list | tuple | Opaque
-        )
-        if self.is_single_tensor:
-            names[0], self.paths = LONE_TENSOR_NAME, dict.fromkeys(self.paths, ())
-        if len({*names}) < len(names):
-            self._number_names()
-            characters += sum(len(names[row]) - len(base) for row, base in self.numbered_names)
-        if characters > FREE_CHARACTERS:
-            policy.room(characters, len(names))
+        """Walk through a state, and give each tensor in it a name of its own.
 
-    def _go_through(self, state: object, policy: WalkPolicy) -> int:
-        kinds, entered, refuses, depth, paths = (
-            self.tensor_types,
-            policy.entered,
-            policy.refuses,
-            policy.depth,
-            policy.paths,
-        )
-        names, values = self.names, self.values
-        spare, characters, room = policy.again, 0, FREE_CHARACTERS
-        is_tensor = kinds.__contains__
-        walked: dict[int, bool] = {}  # Containers, and whether there may be tensors in them.
-        on_path: set[int] = set()
-        pending: list[
-            tuple[Iterator[tuple[str | int, object]], str | None, object, Sequence[int], int]
-        ] = []
-        """Containers that are entered: what is left around each, what names around it begin with, itself, the identities of what it
-        is stored in, and how much was found before it."""
-        level = 0
-        passed = 0  # Containers that were passed over, and may have tensors in them.
-        path: list[str | int] = []
-        inside: Iterator[tuple[str | int, Any]] = iter([("", state)])
-        prefix: str | None = (
-            ""  # What names in the container at work begin with; None where nobody asked for it yet.
-        )
-        owners: Sequence[int]
-        keys: Any
-        content: Any
-        while True:
-            for key, item in inside:
-                kind = type(item)
-                if kind in kinds:
-                    if prefix == "" and type(key) is str:
-                        # The key itself, since a copy for each of a million tensors takes 80 MB.
-                        name = key
-                    else:
-                        name = f"{prefix}{key!s}"
-                    characters += len(name)
-                    names += (name,)
-                    values += (item,)
-                    if paths and len(values) - 1 in paths:
-                        self.paths[len(values) - 1] = (*path, key)
-                    continue
-                if kind in PLAIN:
-                    continue
-                ident = id(item)
-                held: ContainerContents | None = None
-                if kind not in CONTAINERS and not isinstance(item, dict):
-                    if not isinstance(item, entered):
-                        if self._convert is not None:
-                            before = len(names)
-                            self._leaf(item, f"{prefix}{key!s}", (*path, key) if pending else ())
-                            characters += sum(map(len, names[before:]))
-                            if characters > room:
-                                room = policy.room(characters, len(names))
-                        continue
-                    held = list_contents(item) or []
-                    owners = [id(owner) for owner, _ in held]
-                    if ident not in walked and not walked.keys().isdisjoint(owners):
-                        walked[ident] = True
-                again = ident in walked
-                if again:
-                    if not on_path.isdisjoint((ident,) if held is None else owners):
-                        # An object may hold what holds it.
-                        if refuses and not any(
-                            isinstance(one, Opaque) for one in (item, *[one[2] for one in pending])
-                        ):
-                            self._problem(
-                                (*path, key) if pending else (),
-                                f"a {kind.__name__} that contains itself",
-                            )
-                        else:
-                            passed += 1
-                        continue
-                    # What was opened is gone through all the same: it may nest deeper here than where it was met first.
-                    if refuses and not walked[ident]:
-                        continue
-                if held is not None:
-                    pairs = (
-                        [pair for _, inner in held for pair in inner]
-                        if spare >= 0 or not again
-                        else []
-                    )
-                    keys, content = [one for one, _ in pairs], [one for _, one in pairs]
-                elif kind is list or kind is tuple:
-                    keys, content = range(len(item)), item
-                else:
-                    keys, content = item, item.values()
-                if again:
-                    spare -= 1 + len(content)
-                    if spare < 0:
-                        self.skipped_count += 1
-                        passed += 1
-                        continue
-                if level >= depth:
-                    if not refuses:
-                        raise LimitExceeded(
-                            f"the state nests deeper than Limits(depth={depth})",
-                            expected=depth,
-                            found=depth + 1,
-                        )
-                    self.problems.append(
-                        f"{join_path((*path, key)[:4])}…: nested deeper than Limits(depth={depth})"
-                    )
-                    continue
-                key_types = INTEGER if type(keys) is range else {*map(type, keys)}
-                types = {*map(type, content)}
-                self.has_other_values |= (
-                    kind is not dict or not key_types <= TEXT or not PLAIN.isdisjoint(types)
-                )
-                if not key_types <= KEYS:
-                    keys = [*map(to_path_key, keys)]
-                if pending:
-                    self.is_nested = True
-                if held is not None:
-                    walked |= dict.fromkeys(owners, True)
-                walked[ident] = not types <= PLAIN
-                if types <= PLAIN:
-                    continue
-                below = ""
-                has_names = not types <= CONTAINERS | PLAIN
-                if has_names:
-                    if pending:
-                        if prefix is None:
-                            prefix = f"{join_path(path)}."
-                        below = f"{prefix}{key!s}."
-                    # Before they are made: a long path may stand before each of very many keys.
-                    if characters + len(below) * len(content) > room:
-                        count = sum(map(is_tensor, map(type, content)))
-                        room = policy.room(characters + len(below) * count, len(names) + count)
-                if pending:
-                    path.append(key)
-                owners = (ident,) if held is None else owners
-                on_path.update(owners)
-                pending.append((inside, prefix, item, owners, len(values) + passed))
-                level += 1
-                inside, prefix = (
-                    zip(keys, content, strict=True),
-                    below if has_names or not path else None,
-                )
-                break
-            else:
-                if not pending:
-                    return characters
-                inside, prefix, _, owners, before = pending.pop()
-                level -= 1
-                on_path.difference_update(owners)
-                walked[owners[0]] = len(values) + passed > before
-                if pending:
-                    path.pop()
+        Raises:
+            LimitExceeded: The names are too long, or containers are nested too deep.
+        """
+        self.has_other_values = type(state) is not dict
+        _Walk(self, policy).run(state)
+
+        is_container = isinstance(state, dict | list | tuple | Opaque)
+        self.is_single_tensor = self.names == [""] and not is_container
+        if self.is_single_tensor:
+            self.names[0] = LONE_TENSOR_NAME
+        if len({*self.names}) < len(self.names):
+            self._number_names()
+        character_count = sum(map(len, self.names))
+        if character_count > FREE_CHARACTERS:
+            policy.allow_characters(character_count, len(self.names))
 
     def _number_names(self) -> None:
-        seen: set[str] = set()
-        doubles: dict[str, int] = {}
-        for row, base in enumerate(self.names):
-            name, count = base, doubles.get(base, 1)
-            while name in seen:
-                count += 1
-                name = f"{base}#{count}"
-            if count > 1:
-                doubles[base] = count
-                self.numbered_names.append((row, base))
-            seen.add(name)
-            self.names[row] = name
-
-    def _problem(self, path: Path, what: str) -> None:
-        self.problems.append(f"{join_path(path) or 'the state'}: {what}")
-
-    def _leaf(self, value: object, name: str, path: Path) -> None:
-        found = self.conversions.get(id(value))
-        try:
-            made = cast(Convert, self._convert)(value, path) if found is None else found[1]
-        except Unsupported as error:
-            self._problem(path, error.message)
-            made = value
-        self.conversions[id(value)] = value, made
-        if found is None and isinstance(made, LazyTensor | Composite):
-            self.converted_leaves.append((name, value))
-        if isinstance(made, LazyTensor):
-            self.names.append(name)
-            self.values.append(made)
-        elif isinstance(made, Composite):
-            self.is_nested = True
-            for part, tensor in made.children():
-                self.names.append(f"{name}.{part}" if path else part)
-                self.values.append(tensor)
-        else:
-            self.has_other_values = True
+        """Append a number to each name that an earlier tensor has."""
+        used_names: set[str] = set()
+        last_numbers: dict[str, int] = {}
+        for index, base_name in enumerate(self.names):
+            name = base_name
+            number = last_numbers.get(base_name, 1)
+            while name in used_names:
+                number += 1
+                name = f"{base_name}#{number}"
+            if number > 1:
+                last_numbers[base_name] = number
+                self.numbered_names.append((index, base_name))
+            used_names.add(name)
+            self.names[index] = name
 
     def composites(self) -> list[Composite]:
-        return [made for _, made in self.conversions.values() if isinstance(made, Composite)]
+        """Return the composites that leaves were converted to."""
+        return [
+            conversion
+            for _, conversion in self.conversions.values()
+            if isinstance(conversion, Composite)
+        ]
 
 
-NO_LEAVES = Leaves((), lambda value, path: value)
+class _Frame(Struct):
+    """A container that is walked: what is left of it, and what to do at its end."""
+
+    container: object
+    items: Iterator[tuple[str | int, Any]]
+    """Its keys and values that were not walked yet."""
+    prefix: str
+    """The start of the names of its tensors."""
+    owner_ids: Sequence[int]
+    """The identities of the containers that it is stored in, itself first."""
+    count_before: int
+    """How many tensors were found or skipped before it."""
 
 
-def find_leaves(state: object, kinds: Collection[type], convert: Convert, depth: int) -> Leaves:
-    """The tensors of a state that is to be saved, of these types, under names of which none is another's. Names may take many times
-    what the state has in memory, where a key is counted once however many containers have it. Raises `LimitExceeded` for longer
-    ones."""
-    leaves = Leaves(kinds, convert)
+class _Walk:
+    """A walk through a state, which adds its tensors to `Leaves`. It does not recurse."""
 
-    def room(characters: int, count: int) -> int:
-        most = FREE_CHARACTERS + NAME_CHARACTERS_A_BYTE * HELD_NBYTES * count
-        return most if characters <= most else _room(characters, _held_nbytes(state))
+    def __init__(self, leaves: Leaves, policy: WalkPolicy) -> None:
+        self._leaves = leaves
+        self._policy = policy
+        self._has_tensors: dict[int, bool] = {}
+        """Whether a container that was walked may have tensors, by its identity."""
+        self._ids_on_path: set[int] = set()
+        """The identities of the containers around the current value."""
+        self._frames: list[_Frame] = []
+        """The containers around the current one. The first one is that of `run`."""
+        self._path: list[str | int] = []
+        """The path of the current container."""
+        self._steps_left = policy.max_repeated_steps
+        self._skipped_count = 0
+        """The containers that were skipped, and may have tensors."""
+        self._max_characters = FREE_CHARACTERS
+        self._character_count = 0
+        self._counted_names = 0
+        """How many names `_character_count` counts."""
 
-    leaves.find(state, WalkPolicy(depth, AGAIN, room))
+    def run(self, state: object) -> None:
+        """Walk through a state."""
+        frame = _Frame(None, iter([("", state)]), "", (), 0)
+        while True:
+            child_frame = self._walk_to_next_container(frame)
+            if child_frame is not None:
+                self._frames.append(frame)
+                frame = child_frame
+            elif self._frames:
+                self._leave(frame)
+                frame = self._frames.pop()
+            else:
+                return
+
+    def _walk_to_next_container(self, frame: _Frame) -> _Frame | None:
+        """Add the next tensors of a container, up to a container in it that must be entered.
+
+        Returns:
+            The inner container, or None at the end of this one.
+        """
+        tensor_types = self._leaves.tensor_types
+        names = self._leaves.names
+        values = self._leaves.values
+        wanted_paths = self._policy.wanted_paths
+        prefix = frame.prefix
+        for key, value in frame.items:
+            value_type = type(value)
+            if value_type in tensor_types:
+                if wanted_paths and len(values) in wanted_paths:
+                    self._leaves.paths[len(values)] = self._get_path(key)
+                names.append(f"{prefix}{key!s}")
+                values.append(value)
+            elif value_type not in PLAIN_VALUE_TYPES:
+                child_frame = self._enter(frame, key, value)
+                if child_frame is not None:
+                    return child_frame
+        return None
+
+    def _get_path(self, key: str | int) -> Path:
+        """Return the path of a value in the current container."""
+        return (*self._path, key) if self._frames else ()
+
+    def _enter(self, frame: _Frame, key: str | int, value: Any) -> _Frame | None:  # noqa: ANN401  # any container
+        """Convert a leaf, or start to walk through a container.
+
+        Args:
+            frame: The container that has the value.
+            key: The key of the value.
+            value: The leaf or container.
+
+        Returns:
+            The container of the value, or None if there is nothing to walk.
+        """
+        contents: ContainerContents | None = None
+        owner_ids: Sequence[int] = (id(value),)
+        if type(value) not in CONTAINER_TYPES and not isinstance(value, dict):
+            if not isinstance(value, self._policy.entered_types):
+                if self._leaves.convert is not None:
+                    self._convert_leaf(self._leaves.convert, f"{frame.prefix}{key!s}", key, value)
+                return None
+            contents = list_contents(value)
+            assert contents is not None  # All entered types have contents.
+            owner_ids = [id(owner) for owner, _ in contents]
+            # An object was walked before if another one contains the same dict of attributes.
+            if not self._has_tensors.keys().isdisjoint(owner_ids):
+                self._has_tensors.setdefault(id(value), True)
+
+        is_repeated = id(value) in self._has_tensors
+        if is_repeated:
+            if not self._ids_on_path.isdisjoint(owner_ids):
+                self._skip_cycle(frame, key, value)
+                return None
+            # An opened state is walked all the same: it may be nested too deep at this place.
+            if self._policy.collects_problems and not self._has_tensors[id(value)]:
+                return None
+
+            if self._steps_left < 0:
+                self._skip_repeated_container()
+                return None
+
+        keys, values = _list_children(value, contents)
+        if is_repeated:
+            self._steps_left -= 1 + len(values)
+            if self._steps_left < 0:
+                self._skip_repeated_container()
+                return None
+        if len(self._frames) >= self._policy.max_depth:
+            self._refuse_depth(key)
+            return None
+        return self._start(key, value, keys, values, owner_ids)
+
+    def _skip_repeated_container(self) -> None:
+        """Skip a container that was walked before, because the budget of steps is spent."""
+        self._leaves.skipped_count += 1
+        self._skipped_count += 1
+
+    def _skip_cycle(self, frame: _Frame, key: str | int, value: object) -> None:
+        """Skip a container that contains itself. In a state that will be saved it is a problem."""
+        containers = [value, frame.container, *[outer.container for outer in self._frames]]
+        # An object may refer to the object that contains it.
+        has_object = any(isinstance(container, Opaque) for container in containers)
+        if self._policy.collects_problems and not has_object:
+            self._add_problem(self._get_path(key), f"a {type(value).__name__} that contains itself")
+        else:
+            self._skipped_count += 1
+
+    def _refuse_depth(self, key: str | int) -> None:
+        """Refuse a container that is nested too deep."""
+        max_depth = self._policy.max_depth
+        if not self._policy.collects_problems:
+            raise LimitExceeded(
+                f"the state nests deeper than Limits(depth={max_depth})",
+                expected=max_depth,
+                found=max_depth + 1,
+            )
+        path_start = join_path((*self._path, key)[:4])
+        self._leaves.problems.append(f"{path_start}…: nested deeper than Limits(depth={max_depth})")
+
+    def _start(
+        self,
+        key: str | int,
+        container: object,
+        keys: Iterable[Any],
+        values: Collection[object],
+        owner_ids: Sequence[int],
+    ) -> _Frame | None:
+        """Start to walk through a container, unless it has nothing but plain values.
+
+        Args:
+            key: The key of the container.
+            container: The container.
+            keys: The keys of its values, of any type.
+            values: Its values.
+            owner_ids: The identities of the containers that it is stored in, itself first.
+        """
+        leaves = self._leaves
+        is_range = isinstance(keys, range)
+        key_types = {int} if is_range else {*map(type, keys)}
+        value_types = {*map(type, values)}
+        has_text_keys = key_types <= {str}
+        if type(container) is not dict or not has_text_keys or value_types & PLAIN_VALUE_TYPES:
+            leaves.has_other_values = True
+        if self._frames:
+            leaves.is_nested = True
+
+        self._has_tensors.update(dict.fromkeys(owner_ids, True))
+        if value_types <= PLAIN_VALUE_TYPES:
+            self._has_tensors[id(container)] = False
+            return None
+
+        if self._frames:
+            self._path.append(key)
+        prefix = ""
+        # The prefix is needed if a value is neither a container nor plain.
+        if self._path and not value_types <= CONTAINER_TYPES | PLAIN_VALUE_TYPES:
+            prefix = f"{join_path(self._path)}."
+            self._check_characters(prefix, values)
+        self._ids_on_path.update(owner_ids)
+        if not key_types <= KEY_TYPES:
+            keys = [to_path_key(key) for key in keys]
+        count_before = len(leaves.values) + self._skipped_count
+        items = zip(keys, values, strict=True)
+        return _Frame(container, items, prefix, owner_ids, count_before)
+
+    def _leave(self, frame: _Frame) -> None:
+        """Note at the end of a container whether it has tensors."""
+        self._ids_on_path.difference_update(frame.owner_ids)
+        count = len(self._leaves.values) + self._skipped_count
+        self._has_tensors[id(frame.container)] = count > frame.count_before
+        if self._path:
+            self._path.pop()
+
+    def _check_characters(self, prefix: str, values: Collection[object]) -> None:
+        """Check the length of the names of a container, before they are made."""
+        names = self._leaves.names
+        if self._count_characters() + len(prefix) * len(values) > self._max_characters:
+            tensor_count = sum(type(value) in self._leaves.tensor_types for value in values)
+            self._max_characters = self._policy.allow_characters(
+                self._character_count + len(prefix) * tensor_count, len(names) + tensor_count
+            )
+
+    def _count_characters(self) -> int:
+        """Return how many characters all names have so far."""
+        names = self._leaves.names
+        self._character_count += sum(map(len, names[self._counted_names :]))
+        self._counted_names = len(names)
+        return self._character_count
+
+    def _add_problem(self, path: Path, reason: str) -> None:
+        self._leaves.problems.append(f"{join_path(path) or 'the state'}: {reason}")
+
+    def _convert_leaf(self, convert: Convert, name: str, key: str | int, value: object) -> None:
+        """Convert a leaf, and add the tensors that it becomes."""
+        leaves = self._leaves
+        path = self._get_path(key)
+        known_conversion = leaves.conversions.get(id(value))
+        if known_conversion is not None:
+            conversion = known_conversion[1]
+        else:
+            try:
+                conversion = convert(value, path)
+            except Unsupported as error:
+                self._add_problem(path, error.message)
+                conversion = value
+            leaves.conversions[id(value)] = value, conversion
+            if isinstance(conversion, LazyTensor | Composite):
+                leaves.converted_leaves.append((name, value))
+
+        if isinstance(conversion, LazyTensor):
+            leaves.names.append(name)
+            leaves.values.append(conversion)
+        elif isinstance(conversion, Composite):
+            leaves.is_nested = True
+            for part_name, part in conversion.children():
+                leaves.names.append(f"{name}.{part_name}" if path else part_name)
+                leaves.values.append(part)
+        else:
+            leaves.has_other_values = True
+        if self._count_characters() > self._max_characters:
+            self._max_characters = self._policy.allow_characters(
+                self._character_count, len(leaves.names)
+            )
+
+
+def _list_children(
+    container: Any,  # noqa: ANN401  # any container
+    contents: ContainerContents | None,
+) -> tuple[Iterable[Any], Collection[object]]:
+    """Return the keys and the values of a container.
+
+    Args:
+        container: A dict, a list, a tuple, or an object.
+        contents: The containers that an object is stored in. None for all others.
+    """
+    if contents is not None:
+        children = [child for _, owner_children in contents for child in owner_children]
+        return [key for key, _ in children], [value for _, value in children]
+    if isinstance(container, dict):
+        return container, container.values()
+    return range(len(container)), container
+
+
+NO_LEAVES = Leaves((), None)
+"""The leaves of a state without tensors."""
+
+
+def find_leaves(
+    state: object, tensor_types: Collection[type], convert: Convert, max_depth: int
+) -> Leaves:
+    """Find the tensors of a state that will be saved, and give each a name of its own.
+
+    The names may have many times the characters that the state has in memory. There a key counts
+    once, however many containers have it.
+
+    Args:
+        state: The state.
+        tensor_types: The types of values that are tensors.
+        convert: Converts all other leaves.
+        max_depth: How many containers may be nested in each other.
+
+    Raises:
+        LimitExceeded: The names are too long.
+    """
+    leaves = Leaves(tensor_types, convert)
+
+    def allow_characters(character_count: int, name_count: int) -> int:
+        # Most states need no measurement: every tensor takes some memory.
+        allowed_count = FREE_CHARACTERS + NAME_CHARACTERS_A_BYTE * CHILD_NBYTES * name_count
+        if character_count <= allowed_count:
+            return allowed_count
+        return _check_name_characters(character_count, _measure_state(state))
+
+    leaves.find(state, WalkPolicy(max_depth, MAX_REPEATED_STEPS, allow_characters))
     return leaves
 
 
 class NamedTensors(Value, frozen=True, eq=False):
-    """The tensors of a state that was opened, by name, and what is to be said of them."""
+    """The tensors of a state that was opened, by name."""
 
     tensors: dict[str, LazyTensor]
     notes: list[str]
+    """Sentences about names that are not the paths of their tensors."""
 
 
-def name_tensors(tree: object, limits: Limits, stored: int) -> NamedTensors:
-    """Give every tensor of a tree that was opened a dotted name. `stored` is how many bytes the tree took where it was stored."""
-    leaves = _opened(tree, limits, stored)
+def name_tensors(tree: object, limits: Limits, stored_nbytes: int) -> NamedTensors:
+    """Give every tensor of an opened tree a name.
+
+    Args:
+        tree: The nested state of a file. Its tensors without a name receive one.
+        limits: How deep the tree may be nested.
+        stored_nbytes: The size of the tree in its file.
+
+    Raises:
+        LimitExceeded: The names are too long, or the tree is nested too deep.
+    """
+    leaves = _find_opened_leaves(tree, limits, stored_nbytes)
     tensors = cast("dict[str, LazyTensor]", dict(zip(leaves.names, leaves.values, strict=True)))
     for name, tensor in tensors.items():
-        own = tensor.name
-        if not own:
-            # Fresh from a format and seen by nobody yet: named where it is, so that the leaf of the tree knows its name too.
+        if not tensor.name:
+            # The format has just made this tensor. So the leaf of the tree gets its name as well.
             set_tensor_name(tensor, name)
-        elif own != name:
+        elif tensor.name != name:
             tensors[name] = tensor.renamed(name)
-    paths = (
-        _opened(tree, limits, stored, {row for row, _ in leaves.numbered_names}).paths
-        if leaves.numbered_names
-        else {}
-    )
-    notes = [
-        f"two tensors are called {base!r}; the one at path {paths[row]!r} is listed as {leaves.names[row]!r}"
-        for row, base in leaves.numbered_names
-    ]
+
+    paths: Mapping[int, Path] = {}
+    if leaves.numbered_names:
+        wanted_paths = {index for index, _ in leaves.numbered_names}
+        paths = _find_opened_leaves(tree, limits, stored_nbytes, wanted_paths).paths
+    notes: list[str] = []
+    for index, base_name in leaves.numbered_names:
+        notes.append(
+            f"two tensors are called {base_name!r}; "
+            f"the one at path {paths[index]!r} is listed as {leaves.names[index]!r}"
+        )
     if leaves.skipped_count:
         notes.append(
-            f"{leaves.skipped_count:,} further references to shared containers were not listed by name; they are in the tree"
+            f"{leaves.skipped_count:,} further references to shared containers were not listed by "
+            "name; they are in the tree"
         )
     return NamedTensors(tensors, notes)
 
 
-def find_tensor_paths(tree: object, limits: Limits, stored: int) -> dict[str, Path]:
-    """The path of each tensor, by the name that `name_tensors` gives it."""
-    leaves = _opened(tree, limits, stored, range(sys.maxsize))
+def find_tensor_paths(tree: object, limits: Limits, stored_nbytes: int) -> dict[str, Path]:
+    """Return the path of each tensor, by the name that `name_tensors` gives it."""
+    leaves = _find_opened_leaves(tree, limits, stored_nbytes, range(sys.maxsize))
     return dict(zip(leaves.names, leaves.paths.values(), strict=True))
 
 
-def _opened(tree: object, limits: Limits, stored: int, paths: Container[int] = ()) -> Leaves:
-    leaves, entered = Leaves((LazyTensor,), None), (list, tuple, Opaque, Composite)
-    leaves.find(
-        tree,
-        WalkPolicy(
-            limits.depth,
-            stored + FREE_STEPS,
-            lambda found, _: _room(found, stored),
-            entered,
-            False,
-            paths,
-        ),
+def _find_opened_leaves(
+    tree: object, limits: Limits, stored_nbytes: int, wanted_paths: Container[int] = ()
+) -> Leaves:
+    """Find the tensors of a tree that was opened.
+
+    Args:
+        tree: The tree.
+        limits: How deep the tree may be nested.
+        stored_nbytes: The size of the tree in its file.
+        wanted_paths: The indices of the tensors whose paths are recorded.
+    """
+    leaves = Leaves((LazyTensor,), None)
+    policy = WalkPolicy(
+        max_depth=limits.depth,
+        max_repeated_steps=stored_nbytes + FREE_STEPS,
+        allow_characters=lambda count, _: _check_name_characters(count, stored_nbytes),
+        entered_types=(list, tuple, Opaque, Composite),
+        collects_problems=False,
+        wanted_paths=wanted_paths,
     )
+    leaves.find(tree, policy)
     return leaves
 
 
-def _room(characters: int, stored: int) -> int:
-    room = FREE_CHARACTERS + NAME_CHARACTERS_A_BYTE * stored
-    if characters > room:
-        times = f"{NAME_CHARACTERS_A_BYTE} times what is stored"
-        message = f"the names of the tensors take more than {room:,} characters together, {times}"
-        raise LimitExceeded(message, expected=room, found=characters)
-    return room
+def _check_name_characters(character_count: int, stored_nbytes: int) -> int:
+    """Return how many characters the names of a state may have. Raise if they have more.
+
+    Args:
+        character_count: How many characters the names have.
+        stored_nbytes: The size of the state, which the names are made of.
+    """
+    allowed_count = FREE_CHARACTERS + NAME_CHARACTERS_A_BYTE * stored_nbytes
+    if character_count > allowed_count:
+        raise LimitExceeded(
+            f"the names of the tensors take more than {allowed_count:,} characters together, "
+            f"{NAME_CHARACTERS_A_BYTE} times what is stored",
+            expected=allowed_count,
+            found=character_count,
+        )
+    return allowed_count
 
 
-def _held_nbytes(state: object) -> int:
-    containers = [
-        value
-        for _, value in walk(state, get_inner_containers)
-        if isinstance(value, dict | list | tuple)
-    ]
-    keys = {
-        id(key): len(key)
-        for value in containers
-        if isinstance(value, dict)
-        for key in value
-        if isinstance(key, str)
-    }
-    return sum(keys.values()) + HELD_NBYTES * sum(map(len, containers))
+def _measure_state(state: object) -> int:
+    """Return the least memory that the containers of a state and their text keys take, in bytes."""
+    nbytes = 0
+    key_nbytes: dict[int, int] = {}
+    for _, container in walk(state, get_inner_containers):
+        if isinstance(container, dict | list | tuple):
+            nbytes += CHILD_NBYTES * len(container)
+        if isinstance(container, dict):
+            for key in container:
+                # A key counts once, however many containers have it.
+                if isinstance(key, str):
+                    key_nbytes[id(key)] = len(key)
+    return nbytes + sum(key_nbytes.values())

@@ -24,7 +24,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from holdfast.core.arguments import AnyDType
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DType
-from holdfast.core.leaves import HELD_NBYTES, find_tensor_paths
+from holdfast.core.leaves import CHILD_NBYTES, find_tensor_paths
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import AnyValue, Opaque
 from holdfast.core.options import validate_arguments
@@ -100,7 +100,7 @@ def load(
         tensors: dict[str, LazyTensor] = {}
         depth = (limits or Limits()).depth
         paths = find_tensor_paths(
-            tree, limits or Limits(), MOST_VISITS + HELD_NBYTES * len(state.tensors)
+            tree, limits or Limits(), MOST_VISITS + CHILD_NBYTES * len(state.tensors)
         )
         names = {path: name for name, path in paths.items()}
         _Mapped(names, depth, tensors.setdefault).walk(tree, (), False)

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from holdfast.core import value as values
-from holdfast.core.leaves import NO_LEAVES, PLAIN, Leaves
+from holdfast.core.leaves import NO_LEAVES, PLAIN_VALUE_TYPES, Leaves
 from holdfast.core.protocols import State
 from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
@@ -161,7 +161,7 @@ class _Flattening:
         return True
 
     def _described(self, value: object) -> object:
-        if isinstance(value, list | tuple) and PLAIN.issuperset(map(type, value)):
+        if isinstance(value, list | tuple) and PLAIN_VALUE_TYPES.issuperset(map(type, value)):
             return value
         return rebuild(
             value,

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from holdfast.core.dtype import DType
-from holdfast.core.leaves import NO_LEAVES, PLAIN, Leaves
+from holdfast.core.leaves import NO_LEAVES, PLAIN_VALUE_TYPES, Leaves
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.protocols import State
@@ -160,7 +160,7 @@ class Encoder:
     def node(self, value: object, path: Path) -> object:
         self.steps += 1
         kind, given = type(value), value
-        if kind not in PLAIN and kind not in CONTAINERS:
+        if kind not in PLAIN_VALUE_TYPES and kind not in CONTAINERS:
             value = self.found.describe(value)
             kind = type(value)
             if self.found.is_tensor(value) and not isinstance(value, LazyTensor):

@@ -24,7 +24,7 @@ import numpy as np
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk
-from holdfast.core.leaves import CONTAINERS, DICTS, Leaves, find_leaves
+from holdfast.core.leaves import CONTAINER_TYPES, DICT_TYPES, Leaves, find_leaves
 from holdfast.core.leaves import RowLeaf as RowLeaf
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.protocols import State
@@ -374,7 +374,7 @@ class _Describing:
 
 NO_STATEFUL = (str, bytes, int, float, complex, type(None), type)
 
-USUAL_TYPES = CONTAINERS | {defaultdict, Counter}
+USUAL_TYPES = CONTAINER_TYPES | {defaultdict, Counter}
 
 
 class Stateful(Protocol):
@@ -424,7 +424,7 @@ def replace_stateful(state: object) -> object:
     level: Collection[object] = [state]
     seen: set[int] = set()
     while not (types := {*map(type, level)}) <= plain_types:
-        if not plain_types.issuperset(types - CONTAINERS):
+        if not plain_types.issuperset(types - CONTAINER_TYPES):
             taking = StateDictWalk(plain_types)
             return rebuild(
                 state,
@@ -433,11 +433,11 @@ def replace_stateful(state: object) -> object:
                 make_container=taking.made,
                 max_depth=MAX_CALLS,
             )
-        containers: list[Any] = [value for value in level if type(value) in CONTAINERS]
+        containers: list[Any] = [value for value in level if type(value) in CONTAINER_TYPES]
         inner = dict(zip(map(id, containers), containers, strict=True))
         unseen = [inner[identity] for identity in inner.keys() - seen]
-        dicts = [container for container in unseen if type(container) in DICTS]
-        others = [container for container in unseen if type(container) not in DICTS]
+        dicts = [container for container in unseen if type(container) in DICT_TYPES]
+        others = [container for container in unseen if type(container) not in DICT_TYPES]
         level = [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(others)]
         seen.update(inner)
     return state
