@@ -1,11 +1,13 @@
-"""Nested states: what is in them, ways through them, and others made of them.
+"""Walks through nested states, and makes others of them.
 
-A leaf's identity is its path, a tuple of keys and positions; its dotted name is for people. Tensors get their names in
-`core/leaves.py`. All others go through a nested state by `walk`, make another by `rebuild`, or go through two at once by `unroll`
-(docs/design/039). None of these calls itself, so depth costs memory and no frames.
+A leaf is identified by its path, a tuple of keys and positions. Its dotted name is for people.
+`core/leaves.py` gives tensors their names. All other code walks through a state with `walk`, makes
+another one with `rebuild`, or walks through two at once with `unroll` (docs/design/039). None of
+these recurses, so a deep state costs memory and no stack frames.
 
-What an object holds is stored in dicts that other objects may hold as well (`contents`); each is counted once. A pickled
-`nn.Module` is gone through as its `state_dict()` would be: parameters, then persistent buffers, then submodules.
+The attributes of an object are stored in dicts, and several objects may share one (`list_contents`).
+A pickled `nn.Module` is walked as its `state_dict()` would be: parameters, then persistent buffers,
+then submodules.
 """
 
 from __future__ import annotations
@@ -15,32 +17,41 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, repeat
 from operator import is_
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from holdfast.core.opaque import Opaque
 from holdfast.core.tensor import Composite
 from holdfast.errors import LimitExceeded
 
 Path = tuple[str | int, ...]
+"""The keys and positions that lead from the root of a tree to a value."""
+
 R = TypeVar("R")
 
-NAME_CHARACTERS_A_BYTE = (
-    16  # Characters of names for each stored byte: a key is stored once and stands in many names.
-)
-FREE_CHARACTERS = 4 << 20  # Characters of names that are allowed however small the file.
-KEY_CHARACTERS = 64  # Of a key that is neither text nor an integer, where it stands in a path.
+NAME_CHARACTERS_A_BYTE = 16
+"""How many characters names may have for each stored byte. A key is stored once, and is a part of
+many names."""
 
-MAX_LEAVES = 4_000_000  # Places in a tree that are looked at one by one; shared containers count several times.
-MAX_CALLS = (
-    100_000  # Levels of states that are gone through together. What is deeper contains itself.
-)
+FREE_CHARACTERS = 4 << 20
+"""How many characters names may have in every state, however small."""
+
+MAX_KEY_CHARACTERS = 64
+"""The length of a path key that was made of a key which is neither text nor an integer."""
+
+MAX_LEAVES = 4_000_000
+"""How many values are visited one by one. Those of a shared container count at every place."""
+
+MAX_CALLS = 100_000
+"""How deep states may be that are walked together. A deeper one contains itself."""
+
 TOO_OFTEN = "this state refers to the same containers too often to be gone through leaf by leaf"
 
 LONE_TENSOR_NAME = "tensor"
+"""The name of a tensor that was saved without a container around it."""
 
 
 def join_path(path: Sequence[str | int]) -> str:
-    """The name that people use for a path.
+    """Return the dotted name of a path.
 
     >>> join_path(("model", "layers", 0, "weight"))
     'model.layers.0.weight'
@@ -49,144 +60,190 @@ def join_path(path: Sequence[str | int]) -> str:
 
 
 def find_name_ends(path: Path) -> list[int]:
-    """Where in the dotted name of a path each of its steps ends.
+    """Return where in the dotted name of a path each of its keys ends.
 
     >>> find_name_ends(("model", "layers", 0))
     [5, 12, 14]
     """
-    return [end - 1 for end in accumulate(len(str(one)) + 1 for one in path)]
+    return [end - 1 for end in accumulate(len(str(key)) + 1 for key in path)]
 
 
 ContainerContents = list[tuple[object, Iterator[tuple[str | int, object]]]]
-"""The containers that a value is stored in, itself first, each with its children and the path elements that lead to them."""
+"""The containers that a value is stored in, itself first. Each has its children with their keys in a
+path."""
 
 
 def list_contents(value: object) -> ContainerContents | None:
-    """What is inside of a value; None for a leaf. Costs the same whatever is inside, and nothing is copied. Values stay referenced
-    by the tree, so a container's identity is that of the object which is given with its children."""
+    """Return the containers that a value is stored in, or None for a leaf.
+
+    This takes the same time whatever the containers have, and copies nothing. The containers stay
+    referenced by the tree, so they can be compared by identity.
+    """
     match value:
         case dict():
-            return [(value, ((to_path_key(k), v) for k, v in value.items()))]
+            return [(value, _iterate_items(value))]
         case list() | tuple():
             return [(value, iter(enumerate(value)))]
         case Opaque():
-            module = list_module_contents(value)
-            if module is not None:
-                return [(value, iter(())), *module]
-            states: ContainerContents = [
-                (state, ((to_path_key(k), v) for k, v in state.items()))
-                for state in value.state_dicts()
+            contents = list_module_contents(value)
+            if contents is not None:
+                return [(value, iter(())), *contents]
+            contents = [(value, iter(()))]
+            contents += [
+                (attributes, _iterate_items(attributes)) for attributes in value.state_dicts()
             ]
-            return [(value, iter(())), *states, (value, value.iterate_other_contents())]
+            contents.append((value, value.iterate_other_contents()))
+            return contents
         case Composite():
             return [(value, iter(value.children()))]
         case _:
             return None
 
 
+def _iterate_items(items: dict[object, object]) -> Iterator[tuple[str | int, object]]:
+    """Yield the values of a dict with their keys in a path."""
+    return ((to_path_key(key), value) for key, value in items.items())
+
+
 def list_module_contents(opaque: Opaque) -> ContainerContents | None:
-    """What `state_dict()` of a pickled `nn.Module` would descend into; None when this is no module."""
-    groups = [opaque.attribute(name) for name in ("_parameters", "_buffers", "_modules")]
-    dicts = [group for group in groups if isinstance(group, dict)]
-    if len(dicts) != len(groups):
+    """Return the dicts that `state_dict()` of a pickled `nn.Module` would walk through.
+
+    Returns:
+        The dicts of parameters, buffers and submodules. None if the object is not a module.
+    """
+    parameters = opaque.attribute("_parameters")
+    buffers = opaque.attribute("_buffers")
+    modules = opaque.attribute("_modules")
+    if not all(isinstance(group, dict) for group in (parameters, buffers, modules)):
         return None
-    skipped = opaque.attribute("_non_persistent_buffers_set")
-    transient = skipped if isinstance(skipped, set | frozenset) else frozenset[object]()
-    # A buffer that is left out is None in its place, as torch writes one that is not set.
-    kept = ((to_path_key(k), None if k in transient else v) for k, v in dicts[1].items())
-    parameters, modules = (
-        ((to_path_key(k), v) for k, v in group.items()) for group in (dicts[0], dicts[2])
+
+    skipped_names = opaque.attribute("_non_persistent_buffers_set")
+    if not isinstance(skipped_names, set | frozenset):
+        skipped_names = frozenset[object]()
+    # A buffer that is not persistent becomes None, as one that is not set. torch does the same.
+    persistent_buffers = (
+        (to_path_key(key), None if key in skipped_names else value)
+        for key, value in buffers.items()
     )
-    return [(dicts[0], parameters), (dicts[1], kept), (dicts[2], modules)]
+    return [
+        (parameters, _iterate_items(parameters)),
+        (buffers, persistent_buffers),
+        (modules, _iterate_items(modules)),
+    ]
 
 
 def to_path_key(key: object) -> str | int:
-    """A dict key as a path element: text and integers as they are, others as a text of bounded length."""
-    if type(key) is str:
-        return key
+    """Return the path key for a key of a dict.
+
+    Text and integers stay as they are. Other keys become a text of limited length.
+    """
     if isinstance(key, str | int) and not isinstance(key, bool):
         return key
     if isinstance(key, float | bool | complex | bytes) or key is None:
-        return repr(_cut(key))[:KEY_CHARACTERS]
-    if isinstance(key, tuple) and all(isinstance(k, str | int | float | None) for k in key):
-        # Cut before it is written out: many keys may hold one long text.
-        return repr(tuple(_cut(k) for k in key[:KEY_CHARACTERS]))[:KEY_CHARACTERS]
+        return repr(_shorten(key))[:MAX_KEY_CHARACTERS]
+    if isinstance(key, tuple) and all(isinstance(item, str | int | float | None) for item in key):
+        # Many keys may contain the same long text, so it is shortened before it is copied.
+        return repr(tuple(map(_shorten, key[:MAX_KEY_CHARACTERS])))[:MAX_KEY_CHARACTERS]
     return f"<{type(key).__name__}>"
 
 
-def _cut(value: object) -> object:
-    return value[:KEY_CHARACTERS] if isinstance(value, str | bytes) else value
+def _shorten(value: object) -> object:
+    return value[:MAX_KEY_CHARACTERS] if isinstance(value, str | bytes) else value
 
 
 LinkedPath = tuple["LinkedPath", object] | None
-"""The way to a value: the way to what holds it, and its key there. Costs the same at any depth; None is the way to the top."""
+"""A path as a linked list: the path of the container, and the key in it. The root has None.
 
-GetChildren = Callable[
-    [Any], Iterable[tuple[object, object]] | None
-]  # What is in a value, each with its key; None for a leaf.
+A path of any length is made in the same time, and siblings share the path of their container.
+"""
+
+GetChildren = Callable[[Any], Iterable[tuple[object, object]] | None]
+"""Returns the children of a container with their keys, or None for a leaf."""
 
 
-def expand_path(way: LinkedPath) -> Path:
-    """The path of a way.
+def expand_path(linked_path: LinkedPath) -> Path:
+    """Return a linked path as a tuple of keys.
 
     >>> expand_path(((None, "a"), 0))
     ('a', 0)
     """
-    steps: list[str | int] = []
-    while way is not None:
-        way, key = way
-        steps.append(to_path_key(key))
-    return tuple(reversed(steps))
+    keys: list[str | int] = []
+    while linked_path is not None:
+        linked_path, key = linked_path
+        keys.append(to_path_key(key))
+    return tuple(reversed(keys))
 
 
-def join_linked_path(way: LinkedPath) -> str:
-    return join_path(expand_path(way))
+def join_linked_path(linked_path: LinkedPath) -> str:
+    """Return the dotted name of a linked path."""
+    return join_path(expand_path(linked_path))
 
 
 def get_children(value: object) -> Iterable[tuple[object, object]] | None:
-    """What is in a dict, a list or a tuple of any class."""
-    return (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list | tuple)
-        else None
-    )
+    """Return the children of a dict, a list or a tuple of any class; None for other values."""
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, list | tuple):
+        return enumerate(value)
+    return None
 
 
 def get_mapping_children(value: object) -> Iterable[tuple[object, object]] | None:
-    """What is in a mapping of any class, a list or a tuple."""
+    """Return the children of a mapping, a list or a tuple of any class; None for other values."""
     return value.items() if isinstance(value, Mapping) else get_children(value)
 
 
 def get_keys_and_values(value: object) -> Iterable[tuple[object, object]] | None:
-    """What is in a container, keys and members of sets too; None for one with nothing in it."""
+    """Return the keys and values of a dict, or the members of a list, a tuple or a set.
+
+    They have None instead of a key. An empty container counts as a leaf.
+    """
     if not isinstance(value, dict | list | tuple | set | frozenset) or not value:
         return None
-    return zip(
-        repeat(None),
-        chain(value, value.values()) if isinstance(value, dict) else value,
-        strict=False,
-    )
+    members = chain(value, value.values()) if isinstance(value, dict) else value
+    return zip(repeat(None), members, strict=False)
 
 
 def get_plain_children(value: object) -> Iterable[tuple[object, object]] | None:
-    """What is in a container that `replace_children` can make: a dict of any class, a plain list or tuple."""
-    return get_children(value) if isinstance(value, dict) or type(value) in (list, tuple) else None
+    """Return the children of a container that `replace_children` can make.
+
+    These are dicts of any class, and plain lists and tuples. The result is None for other values.
+    """
+    if isinstance(value, dict) or type(value) in (list, tuple):
+        return get_children(value)
+    return None
 
 
 def get_values(container: Any) -> Collection[Any]:  # noqa: ANN401  # a container of anything
+    """Return the values of a dict, or a list or tuple itself."""
     return container.values() if isinstance(container, dict) else container
 
 
 def get_inner_containers(value: object) -> Iterable[tuple[object, object]] | None:
-    """The containers in a container. Its content is asked for types as a whole: there may be very many tensors in it."""
-    inside = get_children(value)
-    if inside is None:
+    """Return the children of a container that are containers themselves; None for a leaf."""
+    children = get_children(value)
+    if children is None:
         return None
-    if any(issubclass(kind, dict | list | tuple) for kind in {*map(type, get_values(value))}):
-        return [(key, inner) for key, inner in inside if isinstance(inner, dict | list | tuple)]
-    return ()
+    # The types are checked first, because a container may have very many tensors.
+    if not _have_container(get_values(value)):
+        return ()
+    return [(key, child) for key, child in children if isinstance(child, dict | list | tuple)]
+
+
+def _have_container(values: Collection[object]) -> bool:
+    """Return whether one of these values is a dict, a list or a tuple."""
+    return any(issubclass(kind, dict | list | tuple) for kind in {*map(type, values)})
+
+
+class _Level(NamedTuple):
+    """A container that is walked."""
+
+    container: Any
+    path: LinkedPath
+    children: Iterator[tuple[object, object]]
+    """The children that were not visited yet."""
+    results: list[object]
+    """What `rebuild` made of the other children."""
 
 
 def walk(
@@ -196,75 +253,104 @@ def walk(
     max_values: int | None = None,
     max_depth: int | None = None,
 ) -> Iterator[tuple[LinkedPath, object]]:
-    """A tree and everything in it, each with the way to it, in reading order. Depth costs memory, and no frames.
+    """Yield a tree and everything in it, each with its path, in reading order.
 
-    A container is given and entered where it is met first. With `max_values` it is wherever it
-    stands: raises `LimitExceeded` where that are more values, or where one contains itself; and
-    where containers nest deeper than `max_depth`.
+    By default a container that occurs several times is yielded once. With `max_values` it is
+    yielded, and its content too, wherever it occurs.
 
-    >>> [(expand_path(way), value) for way, value in walk({"a": [1, 2]})]
-    [((), {'a': [1, 2]}), (('a',), [1, 2]), (('a', 0), 1), (('a', 1), 2)]
+    Args:
+        tree: The value to start with.
+        get_children: Returns what is in a container, or None for a leaf.
+        max_values: How many values may be yielded.
+        max_depth: How many containers may be nested in each other.
+
+    Raises:
+        LimitExceeded: There are more values or levels, or `max_values` is given and a container
+            contains itself.
+
+    Examples:
+        >>> [(expand_path(path), value) for path, value in walk({"a": [1, 2]})]
+        [((), {'a': [1, 2]}), (('a',), [1, 2]), (('a', 0), 1), (('a', 1), 2)]
     """
-    met: dict[
-        int, object
-    ] = {}  # Containers that are not entered again. They are kept, so that the identity of each stays its own.
-    around: list[tuple[Iterator[tuple[object, object]], LinkedPath, object]] = []
-    level: Iterator[tuple[object, object]] = iter([(None, tree)])
-    above: LinkedPath = None
-    left = -1 if max_values is None else max_values
+    # The containers are kept here, so that no other object gets the identity of one of them.
+    entered_containers: dict[int, object] = {}
+    outer_levels: list[_Level] = []
+    level = _Level(None, None, iter([(None, tree)]), [])
+    value_count = 0
     while True:
-        for key, value in level:
-            way = (above, key) if around else None
-            if not left:
+        for key, value in level.children:
+            path = (level.path, key) if outer_levels else None
+            if value_count == max_values:
                 raise LimitExceeded(TOO_OFTEN, expected=max_values)
-            left -= 1
-            inner = get_children(value)
-            if inner is None:
-                yield way, value
-            elif id(value) not in met:
-                met[id(value)] = value
-                yield way, value
-                around.append((level, above, value))
-                _check_depth(len(around), max_depth)
-                level, above = iter(inner), way
+            value_count += 1
+
+            children = get_children(value)
+            if children is not None and id(value) in entered_containers:
+                if max_values is not None:
+                    raise _build_cycle_error(path, value)
+                continue
+            yield path, value
+            if children is not None:
+                entered_containers[id(value)] = value
+                outer_levels.append(level)
+                _check_depth(len(outer_levels), max_depth)
+                level = _Level(value, path, iter(children), [])
                 break
-            elif max_values is not None:
-                raise LimitExceeded(
-                    f"{join_linked_path(way)[:KEY_CHARACTERS]}: a {type(value).__name__} that contains itself"
-                )
         else:
-            if not around:
+            if not outer_levels:
                 return
-            level, above, value = around.pop()
             if max_values is not None:
-                del met[id(value)]
+                del entered_containers[id(level.container)]
+            level = outer_levels.pop()
 
 
-def expand_paths(places: Iterable[tuple[LinkedPath, object]]) -> Iterator[tuple[Path, object]]:
-    """What a walk gives, each with its path. Of what stands side by side, the way above is written out once."""
-    above: LinkedPath = None
-    before: Path = ()
-    for way, value in places:
-        if way is None:
-            yield (), value
-            continue
-        if way[0] is not above:
-            above, before = way[0], expand_path(way[0])
-        yield (*before, to_path_key(way[1])), value
+def _build_cycle_error(path: LinkedPath, container: object) -> LimitExceeded:
+    name = join_linked_path(path)[:MAX_KEY_CHARACTERS]
+    return LimitExceeded(f"{name}: a {type(container).__name__} that contains itself")
 
 
-def _check_depth(found: int, depth: int | None) -> None:
-    if depth is not None and found > depth:
+def _check_depth(depth: int, max_depth: int | None) -> None:
+    if max_depth is not None and depth > max_depth:
         raise LimitExceeded(
-            f"the state nests deeper than Limits(depth={depth})", expected=depth, found=found
+            f"the state nests deeper than Limits(depth={max_depth})",
+            expected=max_depth,
+            found=depth,
         )
 
 
+def expand_paths(places: Iterable[tuple[LinkedPath, object]]) -> Iterator[tuple[Path, object]]:
+    """Yield the values of a walk with their paths as tuples."""
+    container_link: LinkedPath = None
+    container_path: Path = ()
+    for linked_path, value in places:
+        if linked_path is None:
+            yield (), value
+            continue
+        link, key = linked_path
+        # Siblings have the path of their container in common, which is expanded once.
+        if link is not container_link:
+            container_link = link
+            container_path = expand_path(link)
+        yield (*container_path, to_path_key(key)), value
+
+
 ReplaceLeaf = Callable[[Any, LinkedPath], object]
-"""What is to stand in the place of a leaf, and how it is reached; the first way, where what holds it stands in several places."""
+"""Receives a leaf and its path, and returns what replaces it. A leaf in a container that occurs
+several times is replaced once, and has the first of its paths."""
 
 MakeContainer = Callable[[Any, list[Any], LinkedPath], object]
-"""What is to stand in the place of a container, with what was made of its children, and how it is reached."""
+"""Receives a container, its new children and its path, and returns the new container."""
+
+
+def replace_children(
+    container: Any,  # noqa: ANN401  # any container
+    children: Sequence[object],
+    _path: LinkedPath = None,
+) -> Any:  # noqa: ANN401  # the same type of container
+    """Return a container with new children. It is the same object if no child has changed."""
+    if all(map(is_, children, get_values(container))):
+        return container
+    return copy_with_children(container, children, None)
 
 
 def rebuild(
@@ -272,112 +358,146 @@ def rebuild(
     replace: ReplaceLeaf,
     *,
     get_children: GetChildren = get_plain_children,
-    make_container: MakeContainer | None = None,
+    make_container: MakeContainer = replace_children,
     max_values: int | None = None,
     max_depth: int | None = None,
 ) -> object:
-    """A tree with other leaves. Depth costs memory, and no frames. What stands in several places is made once, and stands in all of
-    them again. A container in which nothing changes stays the same object, unless it contains itself: then it contains what was
-    made of it. With `max_values`, containers are made wherever they stand, and `LimitExceeded` is raised as by `walk`, also for
-    `max_depth`."""
-    done: dict[
-        int, tuple[object, object]
-    ] = {}  # By identity: containers, kept so that it stays theirs, and what was made of them.
-    entered: dict[
-        int, object
-    ] = {}  # Containers that are being made: what stands for each in itself, None where nobody asked.
-    around: list[tuple[Iterator[tuple[object, object]], LinkedPath, list[object], object]] = []
-    level: Iterator[tuple[object, object]] = iter([(None, tree)])
-    above: LinkedPath = None
-    made: list[object] = []
-    left = -1 if max_values is None else max_values
+    """Return a tree with other leaves.
+
+    A container that occurs several times is rebuilt once, and the result occurs at the same places.
+    A container that contains itself is replaced by one that contains itself. With `max_values`,
+    containers are rebuilt wherever they occur.
+
+    Args:
+        tree: The value to start with.
+        replace: Returns what replaces a leaf.
+        get_children: Returns what is in a container, or None for a leaf.
+        make_container: Makes a container with new children. By default a container without a
+            change stays the same object.
+        max_values: How many values may be visited.
+        max_depth: How many containers may be nested in each other.
+
+    Raises:
+        LimitExceeded: There are more values or levels, or `max_values` is given and a container
+            contains itself.
+    """
+    # By identity, each container that is finished, with its result. The containers are kept here,
+    # so that no other object gets the identity of one of them.
+    finished: dict[int, tuple[object, object]] = {}
+    # By identity, each container that is not finished, with its shell (`_make_shell`) or None.
+    shells: dict[int, object] = {}
+    outer_levels: list[_Level] = []
+    level = _Level(None, None, iter([(None, tree)]), [])
+    value_count = 0
     while True:
-        for key, value in level:
-            way = (above, key) if around else None
-            if not left:
+        for key, value in level.children:
+            path = (level.path, key) if outer_levels else None
+            if value_count == max_values:
                 raise LimitExceeded(TOO_OFTEN, expected=max_values)
-            left -= 1
-            if id(value) in done:
-                made.append(done[id(value)][1])
+            value_count += 1
+
+            if id(value) in finished:
+                level.results.append(finished[id(value)][1])
                 continue
-            inner = get_children(value)
-            if inner is None:
-                made.append(replace(value, way))
-            elif id(value) in entered and not isinstance(value, tuple):
+            children = get_children(value)
+            if children is None:
+                level.results.append(replace(value, path))
+            elif id(value) in shells and not isinstance(value, tuple):
                 if max_values is not None:
-                    raise LimitExceeded(
-                        f"{join_linked_path(way)[:KEY_CHARACTERS]}: a {type(value).__name__} that contains itself"
-                    )
-                if entered[id(value)] is None:
-                    empty: object = (
-                        copy_dict_with_items(value, {})
-                        if isinstance(value, dict)
-                        else []
-                        if isinstance(value, list)
-                        else value
-                    )
-                    entered[id(value)] = (
-                        empty
-                        if make_container is None or empty is value
-                        else make_container(empty, [], way)
-                    )
-                made.append(entered[id(value)])
+                    raise _build_cycle_error(path, value)
+                if shells[id(value)] is None:
+                    shells[id(value)] = _make_shell(value, path, make_container)
+                level.results.append(shells[id(value)])
             else:
-                # A tuple that contains itself does so through a dict or a list, which is not entered again.
-                entered[id(value)] = None
-                around.append((level, above, made, value))
-                _check_depth(len(around), max_depth)
-                level, above, made = iter(inner), way, []
+                # A tuple is entered again. If it contains itself, it does so through a dict or a
+                # list, which is not.
+                shells[id(value)] = None
+                outer_levels.append(level)
+                _check_depth(len(outer_levels), max_depth)
+                level = _Level(value, path, iter(children), [])
                 break
         else:
-            if not around:
-                return made[0]
-            own, way = made, above
-            level, above, made, value = around.pop()
-            result, shell = (
-                replace_children(value, own)
-                if make_container is None
-                else make_container(value, own, way),
-                entered.pop(id(value), None),
-            )
-            if isinstance(shell, dict) and isinstance(result, dict) and shell is not value:
-                for name, one in result.items():
-                    shell[name] = one
-                result = shell
-            elif isinstance(shell, list) and isinstance(result, list):
-                shell[:], result = result, shell
+            if not outer_levels:
+                return level.results[0]
+            container = level.container
+            result = make_container(container, level.results, level.path)
+            result = _fill_shell(shells.pop(id(container), None), result, container)
             if max_values is None:
-                done[id(value)] = value, result
-            made.append(result)
+                finished[id(container)] = container, result
+            level = outer_levels.pop()
+            level.results.append(result)
 
 
-Unrolled = Generator[
-    Any, Any, R
-]  # A function that would call itself: it yields the call, and is sent what that returns.
+def _make_shell(container: object, path: LinkedPath, make_container: MakeContainer) -> object:
+    """Make an empty container that stands for an unfinished one where this contains itself."""
+    if isinstance(container, dict):
+        return make_container(copy_dict_with_items(container, {}), [], path)
+    if isinstance(container, list):
+        return make_container([], [], path)
+    return container
+
+
+def _fill_shell(shell: object, result: object, container: object) -> object:
+    """Move the content of a finished container into its shell, if it has one.
+
+    Args:
+        shell: What stands for the container inside itself, or None.
+        result: The finished container.
+        container: The container that was rebuilt.
+
+    Returns:
+        The shell with the content, or the result if there is no shell to fill.
+    """
+    if isinstance(shell, dict) and isinstance(result, dict) and shell is not container:
+        # Not `update`: a `Counter` would add to its counts.
+        for key, value in result.items():
+            shell[key] = value
+        return shell
+    if isinstance(shell, list) and isinstance(result, list):
+        shell[:] = result
+        return shell
+    return result
+
+
+Unrolled = Generator[Any, Any, R]
+"""A function that would call itself. It yields the call instead, and receives the result."""
 
 
 def unroll(call: Unrolled[R]) -> R:
-    """What a function returns that yields its calls of itself. For walks through several states at once; depth costs no frames. An
-    error ends all of them: what is around a call in the function does not see it."""
+    """Run a recursive function without recursion, and return its result.
+
+    Use it to walk through several states at once. An error ends all calls: the function cannot
+    catch an error of a call that it yielded.
+
+    Args:
+        call: The outermost call of a generator function that yields its recursive calls.
+
+    Raises:
+        LimitExceeded: More than `MAX_CALLS` calls are nested.
+    """
     calls: list[Unrolled[Any]] = [call]
     result: Any = None
     while calls:
         try:
-            calls.append(calls[-1].send(result))
-            result = None
-            if len(calls) > MAX_CALLS:
-                raise LimitExceeded(
-                    f"the state contains itself, or nests deeper than {MAX_CALLS:,} levels",
-                    expected=MAX_CALLS,
-                )
-        except StopIteration as done:
+            inner_call = calls[-1].send(result)
+        except StopIteration as stop:
             calls.pop()
-            result = done.value
+            result = stop.value
+            continue
+        calls.append(inner_call)
+        result = None
+        if len(calls) > MAX_CALLS:
+            raise LimitExceeded(
+                f"the state contains itself, or nests deeper than {MAX_CALLS:,} levels",
+                expected=MAX_CALLS,
+            )
     return cast(R, result)
 
 
 def iterate_values(tree: object) -> Iterator[object]:
-    """A tree and every value in its dicts, lists and tuples, in reading order: containers once, leaves wherever they stand.
+    """Yield a tree and all values in its dicts, lists and tuples, in reading order.
+
+    A container that occurs several times is yielded once. Leaves are yielded wherever they occur.
 
     >>> list(iterate_values({"a": [1, 2]}))
     [{'a': [1, 2]}, [1, 2], 1, 2]
@@ -386,85 +506,88 @@ def iterate_values(tree: object) -> Iterator[object]:
 
 
 def iterate_dict_leaves(tree: object) -> Iterator[tuple[str, object]]:
-    """Everything in nested dicts that is no dict, with its dotted name.
+    """Yield all values in nested dicts that are not dicts, with their dotted names.
 
-    >>> [*iterate_dict_leaves({"a": {"x": 1}, "b": [2]})]
+    >>> list(iterate_dict_leaves({"a": {"x": 1}, "b": [2]}))
     [('a.x', 1), ('b', [2])]
     """
-    places = walk(
-        tree,
-        lambda value: value.items() if isinstance(value, dict) else None,
-        max_values=MAX_LEAVES,
-    )
-    return ((join_linked_path(way), value) for way, value in places if not isinstance(value, dict))
+
+    def get_dict_children(value: object) -> Iterable[tuple[object, object]] | None:
+        return value.items() if isinstance(value, dict) else None
+
+    for path, value in walk(tree, get_dict_children, max_values=MAX_LEAVES):
+        if not isinstance(value, dict):
+            yield join_linked_path(path), value
 
 
 def iterate_leaves(tree: object, *, once: bool = False) -> Iterator[tuple[Path, object]]:
-    """Everything in a tree that is no container with something in it, with its path. Containers are entered wherever they stand;
-    with `once`, where they are met first."""
+    """Yield all leaves of a tree and its empty containers, with their paths.
+
+    Args:
+        tree: The tree.
+        once: Whether to enter a container that occurs several times only at its first place.
+    """
     places = walk(tree, get_leaf_children, max_values=None if once else MAX_LEAVES)
-    return expand_paths((way, value) for way, value in places if not has_named_children(value))
+    return expand_paths((path, value) for path, value in places if not has_named_children(value))
 
 
 def get_leaf_children(value: object) -> Iterable[tuple[object, object]] | None:
-    """What is in a container whose children have names of their own."""
+    """Return the children of a container whose children have names; None for other values."""
     return get_children(value) if has_named_children(value) else None
 
 
 def has_named_children(value: object) -> bool:
-    """Whether a value is a container with something in it, whose children have names of their own."""
+    """Return whether a value is a container with children that have names of their own.
+
+    These are dicts, plain lists and plain tuples that are not empty. A `Counter` is a leaf.
+    """
     if isinstance(value, dict):
         return bool(value) and not isinstance(value, Counter)
     return type(value) in (list, tuple) and bool(value)
 
 
 def have_named_children(values: Collection[object]) -> list[bool]:
-    """Whether each value is entered, as by `has_named_children`. Values of which none is a container are not asked one by one."""
-    if any(issubclass(kind, dict | list | tuple) for kind in {*map(type, values)}):
-        return [*map(has_named_children, values)]
-    return [False] * len(values)
+    """Return `has_named_children` for each of these values.
+
+    This is fast for very many values without a container among them.
+    """
+    if not _have_container(values):
+        return [False] * len(values)
+    return [*map(has_named_children, values)]
 
 
-def replace_children(container: Any, children: Sequence[object]) -> Any:  # noqa: ANN401  # the same kind of container
-    """A container with other children in the places of its own; itself, where they are the same objects."""
-    return (
-        container
-        if all(map(is_, children, get_values(container)))
-        else copy_with_children(container, children, None)
-    )
-
-
-def copy_with_children(container: Any, children: Sequence[object], _: LinkedPath) -> Any:  # noqa: ANN401  # as `replace_children`
-    """A new container with other children in the places of its own, whether they differ or not."""
+def copy_with_children(container: Any, children: Sequence[object], _path: LinkedPath) -> Any:  # noqa: ANN401  # any container
+    """Return a new container with new children, even if no child has changed."""
     if isinstance(container, dict):
         return copy_dict_with_items(container, dict(zip(container, children, strict=True)))
     return type(container)(children)
 
 
-def make_plain_container(container: Any, children: Sequence[object], _: LinkedPath) -> Any:  # noqa: ANN401  # as `replace_children`
-    """A container with other children in the places of its own; a mapping of any class becomes a plain dict."""
-    return (
-        dict(zip(container, children, strict=True))
-        if isinstance(container, Mapping)
-        else type(container)(children)
-    )
+def make_plain_container(container: Any, children: Sequence[object], _path: LinkedPath) -> Any:  # noqa: ANN401  # any container
+    """Return a container with new children. A mapping of any class becomes a plain dict."""
+    if isinstance(container, Mapping):
+        return dict(zip(container, children, strict=True))
+    return type(container)(children)
 
 
 def copy_dict_with_items(
-    kind: dict[object, object], items: Mapping[object, object]
+    original: dict[object, object], items: Mapping[object, object]
 ) -> dict[object, object]:
-    """A dict of the same class with these entries. It keeps what else the dict has: a default factory, the attributes of an
-    `OrderedDict` (torch keeps the versions of a `state_dict()` there)."""
-    if type(kind) is dict:
+    """Return a dict of the same class with other items.
+
+    It keeps what else the dict has: the default factory of a `defaultdict`, or the attributes of an
+    `OrderedDict`, where torch keeps the versions of a `state_dict()`.
+    """
+    if type(original) is dict:
         return dict(items)
-    if type(kind) is OrderedDict:
+    if type(original) is OrderedDict:
         ordered = OrderedDict(items)
-        vars(ordered).update(vars(kind))
+        vars(ordered).update(vars(original))
         return ordered
-    made = copy.copy(kind)
-    if list(made) != list(items):
-        made.clear()
-    # Not `update`: a `Counter` would add to what it has.
+    copied = copy.copy(original)
+    if list(copied) != list(items):
+        copied.clear()
+    # Not `update`: a `Counter` would add to its counts.
     for key, value in items.items():
-        made[key] = value
-    return made
+        copied[key] = value
+    return copied
