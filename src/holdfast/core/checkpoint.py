@@ -233,10 +233,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
         skipped_prefixes = tuple(
             [f"{key}." for key in self.non_model_keys if not prefix.startswith(f"{key}.")]
         )
-        names = [name for name in self if name.startswith(prefix)]
-        if skipped_prefixes:
-            names = [name for name in names if not name.startswith(skipped_prefixes)]
-        return names
+        return [
+            name
+            for name in self
+            if name.startswith(prefix) and not name.startswith(skipped_prefixes)
+        ]
 
     def describe(self) -> Metadata:
         """Describe all tensors, with their boxes, and all other values. Nothing is read.
@@ -326,8 +327,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
         kinds = [canonicalize(kind.dtype, kind.shape) for kind in table.kinds]
         digests: dict[str, Digest] = {}
-        for row, (name, kind_index) in enumerate(zip(table.names, table.kind_indices, strict=True)):
-            dtype, shape = kinds[kind_index]
+        for row, name in enumerate(table.names):
+            dtype, shape = kinds[table.kind_indices[row]]
             digests[name] = Digest(dtype, shape, row_crcs.get(row))
         return digests
 

@@ -21,9 +21,8 @@ same code. A `WalkPolicy` has the differences.
 from __future__ import annotations
 
 import copy
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import Struct
@@ -90,8 +89,8 @@ class WalkPolicy(Value, frozen=True, eq=False):
     collects_problems: bool = True
     """Whether containers that contain themselves or are nested too deep become problems of the
     save. Otherwise the former are skipped, and the latter raise LimitExceeded."""
-    wanted_paths: Container[int] = ()
-    """The indices of the tensors whose paths are recorded."""
+    records_paths: bool = False
+    """Whether the path of each tensor is recorded."""
 
 
 class RowLeaf(Value, frozen=True, eq=False, gc=False):
@@ -116,7 +115,7 @@ class Leaves:
         irregular_tensors: By identity, the lazy tensors of the leaves that are irregular rows.
         converted_leaves: The leaves that were converted to tensors, with their names.
         problems: Why the state cannot be saved: sentences that start with a path.
-        paths: The paths of tensors by their indices, if these were requested.
+        paths: The path of each tensor, if paths are recorded.
         numbered_names: The indices of tensors whose names got a number, with the names before.
         skipped_count: The references that were skipped because the budget of steps was spent.
     """
@@ -133,7 +132,7 @@ class Leaves:
         self.irregular_tensors: dict[int, LazyTensor] = {}
         self.converted_leaves: list[tuple[str, object]] = []
         self.problems: list[str] = []
-        self.paths: dict[int, Path] = {}
+        self.paths: list[Path] = []
         self.numbered_names: list[tuple[int, str]] = []
         self.skipped_count = 0
         self.convert = convert
@@ -293,8 +292,7 @@ class _Walk:
         """The containers that were skipped, and may have tensors."""
         self._max_characters = FREE_CHARACTERS
         self._character_count = 0
-        self._counted_names = 0
-        """How many names `_character_count` counts."""
+        """How many characters all names have."""
 
     def run(self, state: object) -> None:
         """Walk through a state."""
@@ -319,15 +317,18 @@ class _Walk:
         tensor_types = self._leaves.tensor_types
         names = self._leaves.names
         values = self._leaves.values
-        wanted_paths = self._policy.wanted_paths
+        records_paths = self._policy.records_paths
         prefix = frame.prefix
         for key, value in frame.items:
             value_type = type(value)
             if value_type in tensor_types:
-                if wanted_paths and len(values) in wanted_paths:
-                    self._leaves.paths[len(values)] = self._get_path(key)
-                names.append(f"{prefix}{key!s}")
+                if records_paths:
+                    self._leaves.paths.append(self._get_path(key))
+                # The same as `_add_tensor`. No function is called for a tensor.
+                name = f"{prefix}{key!s}"
+                names.append(name)
                 values.append(value)
+                self._character_count += len(name)
             elif value_type not in PLAIN_VALUE_TYPES:
                 child_frame = self._enter(frame, key, value)
                 if child_frame is not None:
@@ -432,8 +433,7 @@ class _Walk:
             owner_ids: The identities of the containers that it is stored in, itself first.
         """
         leaves = self._leaves
-        is_range = isinstance(keys, range)
-        key_types = {int} if is_range else {*map(type, keys)}
+        key_types = {*map(type, keys)}
         value_types = {*map(type, values)}
         has_text_keys = key_types <= {str}
         if type(container) is not dict or not has_text_keys or value_types & PLAIN_VALUE_TYPES:
@@ -469,20 +469,23 @@ class _Walk:
             self._path.pop()
 
     def _check_characters(self, prefix: str, values: Collection[object]) -> None:
-        """Check the length of the names of a container, before they are made."""
+        """Check the length of all names, with those of a container before they are made.
+
+        Args:
+            prefix: The start of the names of the container.
+            values: The values of the container, with its tensors among them.
+        """
         names = self._leaves.names
-        if self._count_characters() + len(prefix) * len(values) > self._max_characters:
+        if self._character_count + len(prefix) * len(values) > self._max_characters:
             tensor_count = sum(type(value) in self._leaves.tensor_types for value in values)
             self._max_characters = self._policy.allow_characters(
                 self._character_count + len(prefix) * tensor_count, len(names) + tensor_count
             )
 
-    def _count_characters(self) -> int:
-        """Return how many characters all names have so far."""
-        names = self._leaves.names
-        self._character_count += sum(map(len, names[self._counted_names :]))
-        self._counted_names = len(names)
-        return self._character_count
+    def _add_tensor(self, name: str, tensor: object) -> None:
+        self._leaves.names.append(name)
+        self._leaves.values.append(tensor)
+        self._character_count += len(name)
 
     def _add_problem(self, path: Path, reason: str) -> None:
         self._leaves.problems.append(f"{join_path(path) or 'the state'}: {reason}")
@@ -491,10 +494,7 @@ class _Walk:
         """Convert a leaf, and add the tensors that it becomes."""
         leaves = self._leaves
         path = self._get_path(key)
-        known_conversion = leaves.conversions.get(id(value))
-        if known_conversion is not None:
-            conversion = known_conversion[1]
-        else:
+        if id(value) not in leaves.conversions:
             try:
                 conversion = convert(value, path)
             except Unsupported as error:
@@ -504,20 +504,16 @@ class _Walk:
             if isinstance(conversion, LazyTensor | Composite):
                 leaves.converted_leaves.append((name, value))
 
+        _, conversion = leaves.conversions[id(value)]
         if isinstance(conversion, LazyTensor):
-            leaves.names.append(name)
-            leaves.values.append(conversion)
+            self._add_tensor(name, conversion)
         elif isinstance(conversion, Composite):
             leaves.is_nested = True
             for part_name, part in conversion.children():
-                leaves.names.append(f"{name}.{part_name}" if path else part_name)
-                leaves.values.append(part)
+                self._add_tensor(f"{name}.{part_name}" if path else part_name, part)
         else:
             leaves.has_other_values = True
-        if self._count_characters() > self._max_characters:
-            self._max_characters = self._policy.allow_characters(
-                self._character_count, len(leaves.names)
-            )
+        self._check_characters("", ())
 
 
 def _list_children(
@@ -600,10 +596,9 @@ def name_tensors(tree: object, limits: Limits, stored_nbytes: int) -> NamedTenso
         elif tensor.name != name:
             tensors[name] = tensor.renamed(name)
 
-    paths: Mapping[int, Path] = {}
+    paths: list[Path] = []
     if leaves.numbered_names:
-        wanted_paths = {index for index, _ in leaves.numbered_names}
-        paths = _find_opened_leaves(tree, limits, stored_nbytes, wanted_paths).paths
+        paths = _find_opened_leaves(tree, limits, stored_nbytes, records_paths=True).paths
     notes: list[str] = []
     for index, base_name in leaves.numbered_names:
         notes.append(
@@ -620,12 +615,12 @@ def name_tensors(tree: object, limits: Limits, stored_nbytes: int) -> NamedTenso
 
 def find_tensor_paths(tree: object, limits: Limits, stored_nbytes: int) -> dict[str, Path]:
     """Return the path of each tensor, by the name that `name_tensors` gives it."""
-    leaves = _find_opened_leaves(tree, limits, stored_nbytes, range(sys.maxsize))
-    return dict(zip(leaves.names, leaves.paths.values(), strict=True))
+    leaves = _find_opened_leaves(tree, limits, stored_nbytes, records_paths=True)
+    return dict(zip(leaves.names, leaves.paths, strict=True))
 
 
 def _find_opened_leaves(
-    tree: object, limits: Limits, stored_nbytes: int, wanted_paths: Container[int] = ()
+    tree: object, limits: Limits, stored_nbytes: int, *, records_paths: bool = False
 ) -> Leaves:
     """Find the tensors of a tree that was opened.
 
@@ -633,7 +628,7 @@ def _find_opened_leaves(
         tree: The tree.
         limits: How deep the tree may be nested.
         stored_nbytes: The size of the tree in its file.
-        wanted_paths: The indices of the tensors whose paths are recorded.
+        records_paths: Whether the path of each tensor is recorded.
     """
     leaves = Leaves((LazyTensor,), None)
     policy = WalkPolicy(
@@ -642,7 +637,7 @@ def _find_opened_leaves(
         allow_characters=lambda count, _: _check_name_characters(count, stored_nbytes),
         entered_types=(list, tuple, Opaque, Composite),
         collects_problems=False,
-        wanted_paths=wanted_paths,
+        records_paths=records_paths,
     )
     leaves.find(tree, policy)
     return leaves

@@ -1,22 +1,30 @@
-"""Values in a checkpoint's tree that stand for others: inert records of globals and of objects that a pickle asked for and did not
-get, and the small values of torch that need no torch, a size and a device.
+"""Values in the tree of a checkpoint that stand for others.
+
+Globals and objects that a pickle mentions become inert records: they are never imported, built or
+called. A size and a device of torch are values of our own, which need no torch.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
+from itertools import chain, islice
 from typing import Any
 
 from holdfast.core.value import Value
 
 AnyValue = Any
-"""The type of a loaded value. It is `Any`, as for `torch.load` and `json.load`: with `object`, every line that uses one needs a
-cast."""
+"""The type of a loaded value. It is `Any`, as for `torch.load` and `json.load`: with `object`, every
+line that uses one needs a cast."""
+
+MAX_KEY_CHARACTERS = 64
+"""The length at which keys of an object are cut in a `repr`."""
+
+MAX_LISTED_KEYS = 4
+"""The most keys of a state that a `repr` lists."""
 
 
 class Size(tuple[int, ...]):
-    """A `torch.Size`: a tuple of lengths that remembers what it was."""
+    """A `torch.Size`: a tuple of lengths that keeps its type when it is saved."""
 
     __slots__ = ()
 
@@ -25,7 +33,7 @@ class Size(tuple[int, ...]):
 
 
 class Device(Value, frozen=True, gc=False):
-    """A `torch.device`: a kind of device and, where one was given, its number."""
+    """A `torch.device`: the type of a device and its number, if it has one."""
 
     type: str
     index: int | None = None
@@ -35,7 +43,7 @@ class Device(Value, frozen=True, gc=False):
 
 
 class Global(Value, frozen=True, gc=False):
-    """A name that a pickle mentioned (`module.name`). It is text; nothing was imported."""
+    """The name of a class or a function that a pickle mentions. Nothing is imported."""
 
     module: str
     name: str
@@ -45,58 +53,85 @@ class Global(Value, frozen=True, gc=False):
 
 
 class Opaque:
-    """An object that a pickle wanted to build and that was not built: what would have been called, with what. Equality and hash are
-    by identity, so that a hostile file cannot make comparing two of them expensive. No struct, since it changes while the stream
-    goes on, and since others begin with one."""
+    """An object that a pickle describes and that was not built.
+
+    It records what a program that loads the pickle would call, and with which values. Objects are
+    compared by identity, so that a hostile file cannot make a comparison expensive. This is not a
+    struct, because the interpreter of the pickle changes it, and because it has subclasses.
+
+    Attributes:
+        what: The class or function: a `Global`, or another `Opaque` if the pickle computes it.
+        args: The positional arguments of the call or of `__new__`.
+        kwargs: The keyword arguments, if there are any.
+        state: What `__setstate__` would receive, or what would become `__dict__`.
+        items: The values that would be appended or added.
+        entries: The pairs of keys and values that would be set.
+    """
 
     __slots__ = ("args", "entries", "items", "kwargs", "state", "what")
 
     def __init__(
-        self, what: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None, *, state: object = None,
-        items: list[object] | None = None, entries: list[tuple[object, object]] | None = None,
-    ) -> None:  # fmt: skip
-        self.what = what  # The callable or class: a `Global`, or another `Opaque` when the pickle computed it.
-        self.args = args  # Positional arguments of the call or of `__new__`.
-        self.kwargs = kwargs  # Keyword arguments (NEWOBJ_EX), if there were any.
-        self.state = (
-            state  # What `__setstate__` would have received, or what would have become `__dict__`.
-        )
-        self.items: list[object] = (
-            [] if items is None else items
-        )  # Elements that would have been appended or added.
-        self.entries: list[tuple[object, object]] = (
-            [] if entries is None else entries
-        )  # Key/value pairs that would have been set.
+        self,
+        what: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+        *,
+        state: object = None,
+        items: list[object] | None = None,
+        entries: list[tuple[object, object]] | None = None,
+    ) -> None:
+        """Record an object. The class describes the parameters."""
+        self.what = what
+        self.args = args
+        self.kwargs = kwargs
+        self.state = state
+        self.items: list[object] = [] if items is None else items
+        self.entries: list[tuple[object, object]] = [] if entries is None else entries
 
     @property
     def module(self) -> str:
+        """The module of the class or function; empty if it is neither."""
         return self.what.module if isinstance(self.what, Global | Opaque) else ""
 
     @property
     def name(self) -> str:
+        """The name of the class or function; empty if it is neither."""
         return self.what.name if isinstance(self.what, Global | Opaque) else ""
 
     def state_dicts(self) -> tuple[dict[object, object], ...]:
-        """The dicts that would have become attributes: the state, or the parts of a (dict, slots) pair. They are the stream's own,
-        which many objects may share: whoever walks them counts each once."""
-        parts = (
-            self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
-        )
-        dicts = tuple(part for part in parts if isinstance(part, dict))
-        return dicts[:1] if len(dicts) == 2 and dicts[0] is dicts[1] else dicts
+        """Return the dicts that would become attributes.
+
+        The state of an object is a dict, or a pair of a dict and the values of its slots. The dicts
+        are not copied. Many objects may share one, so code that walks through them must count it
+        once.
+        """
+        parts: tuple[object, ...] = (self.state,)
+        if isinstance(self.state, tuple) and len(self.state) == 2:
+            parts = self.state
+        dicts = [part for part in parts if isinstance(part, dict)]
+        if len(dicts) == 2 and dicts[0] is dicts[1]:
+            dicts.pop()
+        return tuple(dicts)
 
     def attribute(self, name: str) -> AnyValue:
-        """One attribute, or None; costs the same however many there are."""
-        return next((state[name] for state in reversed(self.state_dicts()) if name in state), None)
+        """Return an attribute, or None if the object does not have it."""
+        for attributes in reversed(self.state_dicts()):
+            if name in attributes:
+                return attributes[name]
+        return None
 
     def attributes(self) -> dict[str, AnyValue]:
-        """A copy of the state as attribute names and values, where it has that form."""
-        return {
-            k: v for state in self.state_dicts() for k, v in state.items() if isinstance(k, str)
-        }
+        """Return the attributes by their names. The dict is a copy."""
+        attributes: dict[str, AnyValue] = {}
+        for state in self.state_dicts():
+            attributes |= {name: value for name, value in state.items() if isinstance(name, str)}
+        return attributes
 
-    def iterate_other_contents(self) -> Iterator[tuple[str | int, object]]:
-        """Everything inside but the attributes, with the path element that leads to it."""
+    def iterate_other_contents(self) -> Iterator[tuple[object, object]]:
+        """Yield everything in the object but its attributes, each with a key.
+
+        The keys of entries may be of any type.
+        """
         if self.state is not None and not self.state_dicts():
             yield "state", self.state
         if self.args:
@@ -104,32 +139,22 @@ class Opaque:
         if self.kwargs:
             yield "kwargs", self.kwargs
         yield from enumerate(self.items)
-        for key, value in self.entries:
-            yield (key if isinstance(key, str | int) else _label(key)), value
+        yield from self.entries
 
     def __repr__(self) -> str:
-        # Bounded on purpose: the content may be large, cyclic or hostile.
-        inside = []
+        # It has a limited length, because the content may be large, cyclic or hostile.
+        parts: list[str] = []
         if self.args:
-            inside.append(f"{len(self.args)} args")
+            parts.append(f"{len(self.args)} args")
         if self.state is not None:
-            some = [
-                key
-                for key in itertools.islice(itertools.chain(*self.state_dicts()), 5)
-                if isinstance(key, str)
-            ]
-            shown = ", ".join(key[:64] for key in some[:4]) + (", …" if len(some) > 4 else "")
-            inside.append(f"state: {shown}" if some else "state")
+            keys = islice(chain(*self.state_dicts()), MAX_LISTED_KEYS + 1)
+            names = [key[:MAX_KEY_CHARACTERS] for key in keys if isinstance(key, str)]
+            if len(names) > MAX_LISTED_KEYS:
+                names[MAX_LISTED_KEYS:] = ["…"]
+            parts.append(f"state: {', '.join(names)}" if names else "state")
         if self.items:
-            inside.append(f"{len(self.items)} items")
+            parts.append(f"{len(self.items)} items")
         if self.entries:
-            inside.append(f"{len(self.entries)} entries")
-        return (
-            f"<Opaque {self.module}.{self.name}{' (' + '; '.join(inside) + ')' if inside else ''}>"
-        )
-
-
-def _label(key: object) -> str:
-    if isinstance(key, float | bool | complex | bytes) or key is None:
-        return repr(key[:64] if isinstance(key, bytes) else key)[:64]
-    return f"<{type(key).__name__}>"
+            parts.append(f"{len(self.entries)} entries")
+        content = f" ({'; '.join(parts)})" if parts else ""
+        return f"<Opaque {self.module}.{self.name}{content}>"

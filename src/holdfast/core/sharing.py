@@ -301,9 +301,8 @@ class _Search:
         """Return the rows that can be compared by their storage indices and kinds."""
         aliased_kinds: set[int] = set()
         if self._stored_aliases:
-            for kind_index, kind in enumerate(table.kinds):
-                if kind.traits.alias is not None:
-                    aliased_kinds.add(kind_index)
+            kinds = enumerate(table.kinds)
+            aliased_kinds = {index for index, kind in kinds if kind.traits.alias is not None}
         if not table.irregular and not aliased_kinds:
             return range(len(table))
         columns = zip(table.storage_indices, table.kind_indices, strict=True)
@@ -335,10 +334,9 @@ class _Search:
                 self._identify_owner(file.source, file.store, file.key) for file in storages.files
             ]
             file_indices = storages.file_indices[storage_indices].tolist()
-            starts = storages.starts[storage_indices].tolist()
-            nbytes = storages.nbytes[storage_indices].tolist()
-            crcs = storages.crcs[storage_indices].tolist()
-            return zip(map(owners.__getitem__, file_indices), starts, nbytes, crcs, strict=True)
+            columns = (storages.starts, storages.nbytes, storages.crcs)
+            values = [column[storage_indices].tolist() for column in columns]
+            return zip(map(owners.__getitem__, file_indices), *values, strict=True)
         if not self._by_identity:
             return zip(repeat(id(storages)), storage_indices, strict=False)
 
@@ -526,10 +524,10 @@ def find_reached_ranges(
             start, stop = chunk.byte_range(tensor.dtype)
             if start < stop:
                 storage_ranges.append((start - start % aligned, stop, None))
-    groups: dict[Storage, list[RangeGroup[None]]] = {}
-    for storage, storage_ranges in ranges.items():
-        groups[storage] = group_overlapping_ranges(storage_ranges, touching=True)
-    return groups
+    return {
+        storage: group_overlapping_ranges(storage_ranges, touching=True)
+        for storage, storage_ranges in ranges.items()
+    }
 
 
 def find_overlapping_pairs(ranges: Iterable[ByteRange[T]]) -> Iterator[tuple[T, T]]:

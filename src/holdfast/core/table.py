@@ -107,11 +107,7 @@ class RowKind(Value, frozen=True, eq=False):
     @staticmethod
     @lru_cache(maxsize=4096)
     def from_shape(
-        dtype: DType,
-        shape: tuple[int, ...],
-        traits: Traits = PLAIN_TRAITS,
-        *,
-        location: str = "",
+        dtype: DType, shape: tuple[int, ...], traits: Traits = PLAIN_TRAITS, *, location: str = ""
     ) -> RowKind:
         """Return the kind of tensors in C order that fill their storages."""
         return RowKind.from_strides(
@@ -424,7 +420,6 @@ class Table(Mapping[str, LazyTensor]):
         self.irregular = irregular
         self.offsets = offsets
         self._lazy_tensors = lazy_tensors
-        self._was_searched = False
 
     @property
     def stores(self) -> tuple[Store, ...]:
@@ -744,17 +739,7 @@ class Table(Mapping[str, LazyTensor]):
         )
 
     def __getitem__(self, name: str) -> LazyTensor:
-        if self._was_searched:
-            return self.lazy_tensor(self.row_indices[name])
-
-        # The first lookup searches the names. A program that reads one tensor of a large
-        # checkpoint needs no dictionary of all names.
-        self._was_searched = True
-        hash(name)  # Raises TypeError for an unhashable name, as a dictionary does.
-        try:
-            return self.lazy_tensor(self.names.index(name))
-        except ValueError:
-            raise KeyError(name) from None
+        return self.lazy_tensor(self.row_indices[name])
 
     def dtype_and_shape(self, name: str) -> tuple[DType, tuple[int, ...]]:
         """Return the dtype and the shape of a tensor without making its lazy tensor."""

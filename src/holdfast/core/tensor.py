@@ -493,15 +493,7 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
 
     def renamed(self, name: str) -> LazyTensor:
         """Return this tensor under another name."""
-        return LazyTensor(
-            name,
-            self.dtype,
-            self.shape,
-            _CHUNKS.__get__(self),
-            self.source,
-            self.traits,
-            self.position,
-        )
+        return replace(self, name=name)
 
     def numpy(self) -> np.ndarray:
         """Return the elements as an array.
@@ -698,15 +690,10 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
                 "this tensor cannot be an array without a copy; "
                 "open with mmap=True, or leave copy=False away"
             )
-        if view is None:
-            array = self.read()
-        elif copy and not needs_cast:
-            array = view.copy()
-        else:
-            array = view
+        array = self.read() if view is None else view
         if needs_cast:
             return array.astype(dtype)
-        return array
+        return array.copy() if copy and view is not None else array
 
     def __dlpack__(
         self,
@@ -823,7 +810,7 @@ def resolve_index(
     """
     items = index if type(index) is tuple else (index,)
     if len(items) > len(shape):
-        _check_index_length(items, len(shape))
+        _count_indexed_axes(items, len(shape))  # Raises an error if there are too many.
 
     picks: list[AxisPick] = []
     view_shape: tuple[int, ...] = ()
@@ -835,7 +822,9 @@ def resolve_index(
             view_shape = (*view_shape, 1)
             view_strides = (*view_strides, 0)
         elif item is Ellipsis:
-            stop = axis + _count_ellipsis_axes(items, len(shape))
+            if sum(entry is Ellipsis for entry in items) > 1:
+                raise BadIndex("an index can only have a single ellipsis ('...')")
+            stop = axis + len(shape) - _count_indexed_axes(items, len(shape))
             for length in shape[axis:stop]:
                 picks.append(AxisPick(0, 1, length))
             view_shape = (*view_shape, *shape[axis:stop])
@@ -854,25 +843,22 @@ def resolve_index(
     )
 
 
-def _count_indexed_axes(items: Sequence[object]) -> int:
-    """Return how many dimensions the integers and slices of an index take."""
-    return sum(item is not None and item is not Ellipsis for item in items)
+def _count_indexed_axes(items: Sequence[object], rank: int) -> int:
+    """Return how many dimensions the integers and slices of an index take.
 
+    Args:
+        items: The index.
+        rank: How many dimensions the tensor has.
 
-def _check_index_length(items: Sequence[object], rank: int) -> None:
-    """Raise BadIndex if an index has more integers and slices than a tensor has dimensions."""
-    indexed_count = _count_indexed_axes(items)
+    Raises:
+        BadIndex: The index takes more dimensions than the tensor has.
+    """
+    indexed_count = sum(item is not None and item is not Ellipsis for item in items)
     if indexed_count > rank:
         raise BadIndex(
             f"too many indices: the tensor has {rank} dimensions, but {indexed_count} were indexed"
         )
-
-
-def _count_ellipsis_axes(items: Sequence[object], rank: int) -> int:
-    """Return how many dimensions the ellipsis of an index stands for."""
-    if sum(item is Ellipsis for item in items) > 1:
-        raise BadIndex("an index can only have a single ellipsis ('...')")
-    return rank - _count_indexed_axes(items)
+    return indexed_count
 
 
 def _pick_indices(item: object, length: int, axis: int) -> AxisPick:

@@ -81,28 +81,27 @@ def list_contents(value: object) -> ContainerContents | None:
     """
     match value:
         case dict():
-            return [(value, _iterate_items(value))]
+            return [(value, _with_path_keys(value.items()))]
         case list() | tuple():
             return [(value, iter(enumerate(value)))]
         case Opaque():
             contents = list_module_contents(value)
             if contents is not None:
                 return [(value, iter(())), *contents]
-            contents = [(value, iter(()))]
-            contents += [
-                (attributes, _iterate_items(attributes)) for attributes in value.state_dicts()
-            ]
-            contents.append((value, value.iterate_other_contents()))
-            return contents
+            states = [(state, _with_path_keys(state.items())) for state in value.state_dicts()]
+            other_contents = _with_path_keys(value.iterate_other_contents())
+            return [(value, iter(())), *states, (value, other_contents)]
         case Composite():
             return [(value, iter(value.children()))]
         case _:
             return None
 
 
-def _iterate_items(items: dict[object, object]) -> Iterator[tuple[str | int, object]]:
-    """Yield the values of a dict with their keys in a path."""
-    return ((to_path_key(key), value) for key, value in items.items())
+def _with_path_keys(
+    items: Iterable[tuple[object, object]],
+) -> Iterator[tuple[str | int, object]]:
+    """Yield values with keys for a path instead of their own keys."""
+    return ((to_path_key(key), value) for key, value in items)
 
 
 def list_module_contents(opaque: Opaque) -> ContainerContents | None:
@@ -122,13 +121,12 @@ def list_module_contents(opaque: Opaque) -> ContainerContents | None:
         skipped_names = frozenset[object]()
     # A buffer that is not persistent becomes None, as one that is not set. torch does the same.
     persistent_buffers = (
-        (to_path_key(key), None if key in skipped_names else value)
-        for key, value in buffers.items()
+        (key, None if key in skipped_names else value) for key, value in buffers.items()
     )
     return [
-        (parameters, _iterate_items(parameters)),
-        (buffers, persistent_buffers),
-        (modules, _iterate_items(modules)),
+        (parameters, _with_path_keys(parameters.items())),
+        (buffers, _with_path_keys(persistent_buffers)),
+        (modules, _with_path_keys(modules.items())),
     ]
 
 

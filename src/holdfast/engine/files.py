@@ -65,7 +65,6 @@ class ViewTable(Table):
         """Create a table of these tensors, in their order."""
         self.names = [*tensors]
         self._lazy_tensors = [*tensors.values()]
-        self._was_searched = False
 
     def __getattr__(self, name: str) -> object:
         """Compute all columns. Python calls this for an attribute that does not exist yet."""

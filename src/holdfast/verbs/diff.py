@@ -356,8 +356,8 @@ class Diff(NotebookResult):
         first = described_place(sick[0].name, sick[0].first_appeared)
         return f"NaN or Inf appeared in {pluralize(len(sick), 'tensor')}, first {first}"
 
-    def _headline(self) -> Iterator[tuple[str, str]]:
-        yield from NotebookResult._headline(self)
+    def _list_headline_facts(self) -> Iterator[tuple[str, str]]:
+        yield from NotebookResult._list_headline_facts(self)
         if self.nonfinite:
             yield "attention", self.nonfinite_summary
 
@@ -373,10 +373,10 @@ class Diff(NotebookResult):
             else sorted(named, key=lambda change: (-change.appeared, -change.size))
         )
 
-    def _arranged(self, field: str, value: object) -> object:
+    def _arrange_field(self, field: str, value: object) -> object:
         if field == "renamed":
             return tuple(sort_naturally(self.renamed, attrgetter("a")))
-        return self.ranked() if field == "changed" else NotebookResult._arranged(self, field, value)
+        return self.ranked() if field == "changed" else NotebookResult._arrange_field(self, field, value)
 
 
 ORDERS = ("change", "name", "file")

@@ -97,14 +97,14 @@ class StatsReport(TensorReport[TensorStats]):
         """One line: in how many tensors NaN and infinities are, and where the first of each is."""
         return describe_nonfinite(self)
 
-    def _headline(self) -> Iterator[tuple[str, str]]:
+    def _list_headline_facts(self) -> Iterator[tuple[str, str]]:
         yield "NaN and Inf", self.nonfinite_summary
 
-    def _arranged(self, field: str, value: object) -> object:
+    def _arrange_field(self, field: str, value: object) -> object:
         return (
             tuple(listed(self))
             if field == "tensors"
-            else NotebookResult._arranged(self, field, value)
+            else NotebookResult._arrange_field(self, field, value)
         )
 
 

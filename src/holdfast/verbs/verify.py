@@ -154,8 +154,8 @@ class VerifyReport(NotebookResult):
         """Whether nothing is wrong, as far as anyone can tell: `verdict` says how far. With `require`, whether all is "ok"."""
         return self.verdict in (("ok",) if self.required else ("ok", "partial", "readable"))
 
-    def _headline(self) -> Iterator[tuple[str, str]]:
-        yield from NotebookResult._headline(self)
+    def _list_headline_facts(self) -> Iterator[tuple[str, str]]:
+        yield from NotebookResult._list_headline_facts(self)
         yield "verdict", self.verdict
 
 
