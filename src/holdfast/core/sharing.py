@@ -28,7 +28,7 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Source
-from holdfast.core.table import IRREGULAR, FileColumns, RowKind, Table
+from holdfast.core.table import IRREGULAR, FileColumns, Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import LimitExceeded
@@ -385,26 +385,25 @@ class _Search:
 
     def _find_placements(self, table: Table, rows: Sequence[int]) -> list[int]:
         """Return the placement of each of these rows in its storage."""
+        placement_ids = self._placement_ids
+        kind_placements: list[int] = []
+        for kind in table.kinds:
+            # All views without elements are the same, wherever they start.
+            strides = () if 0 in kind.shape else kind.strides
+            placement = (kind.dtype, kind.shape, strides, kind.traits.conj, kind.traits.neg)
+            kind_placements.append(placement_ids.setdefault(placement, len(placement_ids)))
         kind_indices = [table.kind_indices[row] for row in rows]
-        kind_placements = [self._identify_kind_placement(kind) for kind in table.kinds]
         placements = [kind_placements[kind_index] for kind_index in kind_indices]
         if not table.offsets:
             return placements
 
         # No function is called for a row, because a storage may have fifty thousand views.
         is_empty = [0 in kind.shape for kind in table.kinds]
-        placement_ids = self._placement_ids
         for position, row in enumerate(rows):
             if row in table.offsets and not is_empty[kind_indices[position]]:
-                placement = placements[position], table.offsets[row]
-                placements[position] = placement_ids.setdefault(placement, len(placement_ids))
+                view = placements[position], table.offsets[row]
+                placements[position] = placement_ids.setdefault(view, len(placement_ids))
         return placements
-
-    def _identify_kind_placement(self, kind: RowKind) -> int:
-        """Return the id of the placement of rows of a kind that start with their storage."""
-        strides = () if 0 in kind.shape else kind.strides
-        placement = (kind.dtype, kind.shape, strides, kind.traits.conj, kind.traits.neg)
-        return self._placement_ids.setdefault(placement, len(self._placement_ids))
 
     def _identify_irregular_placement(self, tensor: LazyTensor, chunks: Sequence[Chunk]) -> int:
         """Return the id of the placement of a tensor. It is the id of a regular row if possible."""
