@@ -1,19 +1,19 @@
-"""`convert`: `save(open(src), dst)`, streaming under a byte budget and checked on both sides.
+"""`convert` and `edit`: make a new checkpoint out of another one.
 
-Blocks go from file to file: read, summed, written. Checksums that the source records are compared with what was read; what was
-written is read back and compared, before anything is published. Memory is a few blocks a thread, whatever the checkpoint's size;
-`max_memory` chooses the block.
+`convert` is `save(open(src), dst)` in blocks. Each block is read, summed and written. Checksums that
+the source records are compared with what was read, and what was written is read back and compared
+before anything is published. Memory is a few blocks for each thread, whatever the size of the
+checkpoint; `max_memory` chooses the block.
 
-`edit`: rename, drop, keep, cast, set metadata: a new checkpoint, beside the old one or in its place.
-
-An edit is a conversion to the same format. In place, the old file is read while the new one is written beside it, and one rename
-puts the new one there: a reader sees the old or the new, and a failure leaves the old.
+`edit` renames, drops, keeps and casts tensors and sets metadata. It is a conversion to the same
+format. In place, the old file is read while the new one is written beside it, and a rename replaces
+the old one: readers see either the old or the new checkpoint, and a failure leaves the old one.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Unpack
@@ -83,22 +83,14 @@ class Conversion(Saved):
     """Limit of the memory that the conversion uses in addition to the interpreter. None if there is no limit."""
 
     def _lines(self) -> list[str]:
-        over = (
-            f" ({self.over_read_nbytes:,} of them between wanted ones)"
-            if self.over_read_nbytes
-            else ""
-        )
-        where, write, *space = Saved._lines(self)
-        memory = (
-            [] if self.peak_nbytes is None else [f"memory {self.peak_nbytes:,} bytes at the most"]
-        )
-        return [
-            f"{self.source} {where}",
-            f"read   {self.read_nbytes:,} bytes{over}",
-            write,
-            *memory,
-            *space,
-        ]
+        target_line, write_line, *space_lines = Saved._lines(self)
+        read_line = f"read   {self.read_nbytes:,} bytes"
+        if self.over_read_nbytes:
+            read_line += f" ({self.over_read_nbytes:,} of them between wanted ones)"
+        lines = [f"{self.source} {target_line}", read_line, write_line]
+        if self.peak_nbytes is not None:
+            lines.append(f"memory {self.peak_nbytes:,} bytes at the most")
+        return [*lines, *space_lines]
 
 
 @validate_arguments
@@ -132,7 +124,7 @@ def convert(
 
     **Object stores.** `src` and `dst` can be URLs. If you pass an obstore store as `store`, `dst` is a key in this store.
     """
-    # The plan has no name here, so that it is gone before the collector wakes and would walk through it.
+    # The plan has no name here, so it is freed before the garbage collector would walk through it.
     with gc_paused():
         return plan_conversion(src, dst, options).carry_out(options["progress"])
 
@@ -140,111 +132,151 @@ def convert(
 def plan_conversion(
     src: Openable | Checkpoint, dst: str | os.PathLike[str], options: ConvertOptions
 ) -> Planned[Conversion]:
-    edits = pick_fields(
-        Edits, options, casts=parse_casts(options["dtype"]) if options["dtype"] else ()
-    )
+    """Plan a conversion as `convert` does it. Nothing is written yet."""
     lay_out = partial(
         lay_out_conversion,
         selection=pick_fields(Selection, options),
-        edits=edits,
+        edits=_parse_edits(options),
         limits=options["limits"],
     )
-    return plan_derived_checkpoint(
-        src,
-        dst
-        if options["store"] is None
-        else target_place(dst, options["store"], folder=options["folder"]),
-        lay_out,
-        options,
-    )
+    if options["store"] is not None:
+        dst = target_place(dst, options["store"], folder=options["folder"])
+    return plan_derived_checkpoint(src, dst, lay_out, options)
+
+
+def _parse_edits(options: ConvertOptions | EditOptions) -> Edits:
+    """Return the edits that the options of a verb ask for."""
+    casts = parse_casts(options["dtype"]) if options["dtype"] else ()
+    return pick_fields(Edits, options, casts=casts)
 
 
 def lay_out_conversion(
-    source: Checkpoint, where: Destination, *, selection: Selection = NOTHING_SELECTED, edits: Edits,
-    metadata: Mapping[str, str | None] | None = None, limits: Limits | None = None,
-) -> Planned[Conversion]:  # fmt: skip
-    """Lay out a conversion of an open checkpoint. `metadata` is set in its text, or taken out where it is None."""
+    source: Checkpoint,
+    where: Destination,
+    *,
+    selection: Selection = NOTHING_SELECTED,
+    edits: Edits,
+    metadata: Mapping[str, str | None] | None = None,
+    limits: Limits | None = None,
+) -> Planned[Conversion]:
+    """Lay out a conversion of an open checkpoint.
+
+    Args:
+        source: The open checkpoint.
+        where: The target.
+        selection: Which model of a package is converted, and what else of it.
+        edits: What changes in names and dtypes.
+        metadata: Texts to set in the metadata. None removes a text.
+        limits: Limits for the depth of the tree.
+
+    Raises:
+        CannotHold: The edits do not fit the checkpoint, or the format cannot store the result.
+    """
     target = where.path
     options = where.layout
-    found = resolve_format(target, where.format, options)
-    described = tabulate_state(source, limits=limits, whole=bool(edits.keep))
-    chosen, left = described, tuple[str, ...]()
+    format = resolve_format(target, where.format, options)
+    source_state = tabulate_state(source, limits=limits, whole=bool(edits.keep))
+    state = source_state
+    selection_notes: tuple[str, ...] = ()
     # A `.pt2` always becomes a state dict. Any other checkpoint stays as it is if nothing is selected.
     if selection != NOTHING_SELECTED or format_of(source.format).programs_by:
-        chosen, left = select(source, described, selection)
+        state, selection_notes = select(source, state, selection)
+    selected_tree = state.tree
     losses: dict[DType, Losses] = {}
-    state = chosen if edits == NO_EDITS else transform(chosen, edits, limits, losses=losses)
+    if edits != NO_EDITS:
+        state = transform(state, edits, limits, losses=losses)
     if metadata:
-        state = _with_metadata(state, metadata, found, path=source.path)
+        state = _set_metadata(state, metadata, format, path=source.path)
     try:
-        plan = plan_save(target, state, found, options=options)
+        plan = plan_save(target, state, format, options=options)
     except CannotHold as error:
         if edits.tensors_only:
             raise
-        raise _suggest_tensors_only(error, target, state, found, options=options) from None
+        raise _suggest_tensors_only(error, target, state, format, options=options) from None
+
     source_notes = source.notes_on_numbers if edits.dequantize else source.notes
-    notes = [*source_notes, *described.notes, *left]
+    notes = [*source_notes, *source_state.notes, *selection_notes]
     if edits.tensors_only:
-        notes += describe_left_out(chosen.tree, edits)
+        notes += describe_left_out(selected_tree, edits)
     if not find_suffix(target) and not is_same_place(target, source.path):
-        notes += note_single_file(target, found)
-    return _planned(source, where, plan, described, notes, losses)
+        notes += note_single_file(target, format)
 
-
-def _planned(
-    source: Checkpoint,
-    where: Destination,
-    plan: SavePlan,
-    described: State,
-    notes: Sequence[str],
-    losses: Mapping[DType, Losses],
-) -> Planned[Conversion]:
-    """The plan of a conversion; `notes` are those about the source."""
     plan = replace(plan, notes=(*notes, *plan.notes))
-    within = where.writing.budget
-    segments = [segment for file in plan.files for segment in file.segments]
-    gathered = [segment for segment in segments if isinstance(segment, Gathered)]
-    tensors = [segment.tensor for segment in segments if isinstance(segment, Data)]
-    reads = [_read_cost(tensor) for tensor in tensors]
-    # What is computed is read from other bytes than its own.
-    gathered_nbytes = sum(
-        one.nbytes - one.overhead_nbytes if one.read_nbytes is None else one.read_nbytes
-        for one in gathered
-    )
-    report = Conversion(
-        **make_report_fields(plan, where.path), source=source.path, tensors=len(tensors) + sum(len(one.labels) for one in gathered),
-        read_nbytes=sum(read for read, _ in reads) + gathered_nbytes,
-        over_read_nbytes=sum(over for _, over in reads), peak_nbytes=None if within is None else within.peak_nbytes,
-    )  # fmt: skip
-
-    planned = Planned(plan, report, where.writing, reads=described.tensors.stores)
+    report = _make_report(source, where, plan)
+    planned = Planned(plan, report, where.writing, reads=source_state.tensors.stores)
     if not losses:
         return planned
-
-    def finish(report: Conversion, progress: Progress | None) -> Conversion:
-        if not report.done:
-            return report
-        lost = [note for dtype, lost in losses.items() for note in lost.notes(dtype)]
-        return replace(report, notes=(*report.notes, *lost))
-
-    return replace(planned, finish=finish, findings=LossFindings(dict(losses)))
+    return replace(
+        planned,
+        finish=partial(_add_loss_notes, losses),
+        findings=LossFindings(dict(losses)),
+    )
 
 
-def _with_metadata(
+def _make_report(source: Checkpoint, where: Destination, plan: SavePlan) -> Conversion:
+    """Return the report of a conversion, with the bytes that it is going to read."""
+    tensor_count = 0
+    read_nbytes = 0
+    over_read_nbytes = 0
+    for file in plan.files:
+        for segment in file.segments:
+            if isinstance(segment, Data):
+                tensor_count += 1
+                tensor_nbytes, gap_nbytes = _count_read_nbytes(segment.tensor)
+                read_nbytes += tensor_nbytes
+                over_read_nbytes += gap_nbytes
+            elif isinstance(segment, Gathered):
+                tensor_count += len(segment.labels)
+                # A computed segment is read from other bytes than its own.
+                if segment.read_nbytes is None:
+                    read_nbytes += segment.nbytes - segment.overhead_nbytes
+                else:
+                    read_nbytes += segment.read_nbytes
+
+    budget = where.writing.budget
+    return Conversion(
+        **make_report_fields(plan, where.path),
+        source=source.path,
+        tensors=tensor_count,
+        read_nbytes=read_nbytes,
+        over_read_nbytes=over_read_nbytes,
+        peak_nbytes=None if budget is None else budget.peak_nbytes,
+    )
+
+
+def _add_loss_notes(
+    losses: Mapping[DType, Losses], report: Conversion, progress: Progress | None
+) -> Conversion:
+    """Return the report with notes about the values that casts could not keep, after the save."""
+    if not report.done:
+        return report
+    notes = [*report.notes]
+    for dtype, dtype_losses in losses.items():
+        notes += dtype_losses.notes(dtype)
+    return replace(report, notes=tuple(notes))
+
+
+def _set_metadata(
     state: State, metadata: Mapping[str, str | None], format: str, *, path: str
 ) -> State:
-    found = format_of(format)
-    if not found.metadata and any(text is not None for text in metadata.values()):
+    """Return the state with changed metadata. None removes a text.
+
+    Raises:
+        Unsupported: The format has no metadata.
+        CannotHold: A text to remove is not there.
+    """
+    entry = format_of(format)
+    if not entry.metadata and any(text is not None for text in metadata.values()):
         raise Unsupported(
-            f"a {found.title} file has no place for metadata; write safetensors or a native directory",
+            f"a {entry.title} file has no place for metadata; write safetensors or a native directory",
             file=path,
         )
-    absent = [key for key, text in metadata.items() if text is None and key not in state.metadata]
-    if absent:
-        raise CannotHold(
-            "these edits do not fit the checkpoint",
-            [f"there is no metadata {key!r}" for key in absent],
-        )
+    absent_keys = [
+        key for key, text in metadata.items() if text is None and key not in state.metadata
+    ]
+    if absent_keys:
+        problems = [f"there is no metadata {key!r}" for key in absent_keys]
+        raise CannotHold("these edits do not fit the checkpoint", problems)
     merged: dict[str, str | None] = {**state.metadata, **metadata}
     return replace(state, metadata={key: text for key, text in merged.items() if text is not None})
 
@@ -252,7 +284,7 @@ def _with_metadata(
 def _suggest_tensors_only(
     error: CannotHold, target: str, state: State, format: str, *, options: LayoutOptions
 ) -> CannotHold:
-    """Return the error with a hint if the format could hold the tensors alone, otherwise as it is."""
+    """Return the error with a hint if the format could store the tensors alone, otherwise as it is."""
     try:
         plan_save(target, transform(state, Edits(tensors_only=True)), format, options=options)
     except CannotHold:
@@ -261,14 +293,18 @@ def _suggest_tensors_only(
     return CannotHold(message, error.problems, file=error.file)
 
 
-def _read_cost(tensor: LazyTensor) -> tuple[int, int]:
-    """Bytes that reading a tensor takes, and how many of them are not wanted."""
-    place = find_contiguous_bytes(tensor)
-    if place is not None:
-        return tensor.source.store.count_read_nbytes(place[0], tensor.nbytes), 0
-    # Only the target's shape and strides count; one element stands for all of it.
-    stand_in = np.broadcast_to(np.empty((), tensor.dtype.numpy), tensor.shape)
-    cost = estimate_read_cost([Request(tensor, stand_in)])
+def _count_read_nbytes(tensor: LazyTensor) -> tuple[int, int]:
+    """Count the bytes that reading a tensor takes.
+
+    Returns:
+        All bytes, and those of them that are not part of the tensor.
+    """
+    byte_range = find_contiguous_bytes(tensor)
+    if byte_range is not None:
+        return tensor.source.store.count_read_nbytes(byte_range[0], tensor.nbytes), 0
+    # Only the shape and the strides of a destination count, so one element represents all of it.
+    destination = np.broadcast_to(np.empty((), tensor.dtype.numpy), tensor.shape)
+    cost = estimate_read_cost([Request(tensor, destination)])
     return cost.read_nbytes, max(cost.read_nbytes - cost.wanted_nbytes, 0)
 
 
@@ -292,25 +328,27 @@ def edit(
     return plan_edit(src, dst, options).carry_out(options["progress"])
 
 
-def metadata_changes(changed: Mapping[str, str], removed: Iterable[str]) -> dict[str, str | None]:
-    """The metadata that is to be set, with None for what is to go."""
-    removed = tuple(removed)
-    both = [key for key in removed if key in changed]
-    if both:
-        raise CannotHold(
-            "these edits do not fit each other",
-            [f"the metadata {key!r} is set and taken out" for key in both],
-        )
-    return {**changed, **dict.fromkeys(removed)}
+def merge_metadata_changes(
+    new_texts: Mapping[str, str], removed_keys: Iterable[str]
+) -> dict[str, str | None]:
+    """Return the texts to set in the metadata, and None for each text to remove.
+
+    Raises `CannotHold` if the same text is set and removed.
+    """
+    removed_keys = tuple(removed_keys)
+    contradictory_keys = [key for key in removed_keys if key in new_texts]
+    if contradictory_keys:
+        problems = [f"the metadata {key!r} is set and taken out" for key in contradictory_keys]
+        raise CannotHold("these edits do not fit each other", problems)
+    return {**new_texts, **dict.fromkeys(removed_keys)}
 
 
 def plan_edit(
     src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: EditOptions
 ) -> Planned[Conversion]:
-    edits = pick_fields(
-        Edits, options, casts=parse_casts(options["dtype"]) if options["dtype"] else ()
-    )
-    metadata = metadata_changes(options["set_metadata"] or {}, options["unset_metadata"])
+    """Plan an edit as `edit` does it. Nothing is written yet."""
+    edits = _parse_edits(options)
+    metadata = merge_metadata_changes(options["set_metadata"] or {}, options["unset_metadata"])
     if edits == NO_EDITS and not metadata:
         raise Unsupported("nothing to do; pass keep=, drop=, rename=, dtype= or set_metadata=")
     lay_out = partial(
