@@ -190,7 +190,6 @@ def mark_uncopyable_rows(table: Table) -> Table:
     row_storages = storage_indices[rows]
 
     # A row is not copied because of its kind, or because of its file.
-    # A row is not copied because of its kind, or because of its file.
     needs_tensor = np.array(
         [kind.traits.alias is not None or kind.traits.meta for kind in table.kinds], np.bool_
     )
@@ -205,8 +204,6 @@ def mark_uncopyable_rows(table: Table) -> Table:
     row_kinds = np.array(table.kind_indices, np.int64)[rows]
     is_uncopyable = needs_tensor[row_kinds] | ~is_local_file[storages.file_indices[row_storages]]
 
-    # Rows that share a storage are all copied or all written by lazy tensors. Otherwise they would
-    # not share it in the new file.
     # Rows that share a storage are all copied or all written by lazy tensors. Otherwise they would
     # not share it in the new file.
     is_uncopyable_storage = np.zeros(len(storages.starts), np.bool_)
