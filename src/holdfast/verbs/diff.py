@@ -376,7 +376,11 @@ class Diff(NotebookResult):
     def _arrange_field(self, field: str, value: object) -> object:
         if field == "renamed":
             return tuple(sort_naturally(self.renamed, attrgetter("a")))
-        return self.ranked() if field == "changed" else NotebookResult._arrange_field(self, field, value)
+        return (
+            self.ranked()
+            if field == "changed"
+            else NotebookResult._arrange_field(self, field, value)
+        )
 
 
 ORDERS = ("change", "name", "file")

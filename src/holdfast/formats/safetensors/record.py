@@ -226,7 +226,9 @@ def _read(
 
         recorded = parse_recorded(document)
     if version >= SEALED_VERSION and then != (now := texts_fingerprint(texts)):
-        return replace(_changed(OTHER_TEXTS, then, now), crcs=crcs, recorded=recorded, rest=rest)
+        return replace(
+            _changed(OTHER_TEXTS, then, now), crcs=crcs, recorded=recorded, metadata_file=rest
+        )
     return HeaderRecord(crcs, recorded, metadata_file=rest, is_present=True)
 
 
