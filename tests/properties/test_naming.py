@@ -18,7 +18,13 @@ from hypothesis import strategies as st
 from holdfast.core import leaves as walked
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
-from holdfast.core.leaves import FREE_STEPS, PLAIN_VALUE_TYPES, find_leaves, find_tensor_paths, name_tensors
+from holdfast.core.leaves import (
+    FREE_STEPS,
+    PLAIN_VALUE_TYPES,
+    find_leaves,
+    find_tensor_paths,
+    name_tensors,
+)
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque, Size
 from holdfast.core.tensor import PLAIN_TRAITS as NO_TRAITS

@@ -97,14 +97,14 @@ def test_a_save_that_meets_no_answer_any_more(
         assert content(url) == before, at
 
 
-LONG = ObjectSave.AT_ONCE
+LONG = ObjectSave.MAX_PUT_NBYTES
 """Above this, an object is uploaded in parts; tests lower it."""
 
 
 @pytest.fixture
 def short_puts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every object is a long one."""
-    monkeypatch.setattr(ObjectSave, "AT_ONCE", 1 << 10)
+    monkeypatch.setattr(ObjectSave, "MAX_PUT_NBYTES", 1 << 10)
 
 
 def race_savers(
@@ -177,12 +177,12 @@ def test_a_single_object_never_takes_the_place_of_another(
     long: bool, either: int, url: str, monkeypatch: pytest.MonkeyPatch
 ):
     """One that appears while it is written stays, whoever put it there."""
-    monkeypatch.setattr(ObjectSave, "AT_ONCE", 1 << 10 if long else LONG)
+    monkeypatch.setattr(ObjectSave, "MAX_PUT_NBYTES", 1 << 10 if long else LONG)
     for name, value in environment(either).items():
         monkeypatch.setenv(name, value)
     where, other = parse_url(url + ".safetensors"), url + "-other.safetensors"
     holdfast.save(state(2), other)
-    begin = ObjectSave.begin
+    begin = ObjectSave.check_existing
 
     def then_another(self: ObjectSave) -> None:
         begin(self)
@@ -192,7 +192,7 @@ def test_a_single_object_never_takes_the_place_of_another(
         ):
             get_bucket(where).put(where.key, b"of another program")
 
-    monkeypatch.setattr(ObjectSave, "begin", then_another)
+    monkeypatch.setattr(ObjectSave, "check_existing", then_another)
     for act in (
         lambda: holdfast.save(state(1), where, overwrite=False),
         lambda: holdfast.copy(other, where),
@@ -220,7 +220,7 @@ def test_a_claim_that_a_dead_saver_left(proxy: Proxy, url: str, short_puts: None
 @pytest.mark.parametrize(("overwrite", "long"), [(True, True), (False, True), (False, False)])
 def test_a_single_object_is_read_back(overwrite: bool, long: bool, monkeypatch: pytest.MonkeyPatch):
     """It is there by then; so nobody is told that nothing was done, nor that all is well."""
-    monkeypatch.setattr(ObjectSave, "AT_ONCE", 1 << 10 if long else LONG)
+    monkeypatch.setattr(ObjectSave, "MAX_PUT_NBYTES", 1 << 10 if long else LONG)
     store = MemoryStore()
     if overwrite:
         holdfast.save(state(0), "x.safetensors", store=store)
@@ -281,7 +281,7 @@ def test_a_store_without_conditions_is_found_out(
         "holdfast.stores.remote.client.Bucket.put", lambda self, *args, **more: "etag"
     )
     get_bucket(parse_url(url)).supports_conditions = None
-    with pytest.raises(NotCommitted, match="takes no notice of conditions"):
+    with pytest.raises(NotCommitted, match="ignores conditions"):
         holdfast.save(state(0), url)
     get_bucket(parse_url(url)).supports_conditions = None
 

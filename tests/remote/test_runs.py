@@ -18,7 +18,7 @@ from obstore.store import MemoryStore
 import holdfast
 from holdfast import Best, Every, Export, Latest
 from holdfast.cli.main import main
-from holdfast.engine.targets.bucket_commit import CLAIM
+from holdfast.engine.targets.bucket_commit import COPY_CLAIM
 from holdfast.errors import (
     BadArgument,
     HeaderError,
@@ -281,7 +281,7 @@ def test_a_sweep_takes_litter_and_nothing_else(store: MemoryStore):
         "step-00000001/x.holdfast-probe-0123456789abcdef",
     ]
     beside = "step-00000002/data-0123456789abcdef-00001-of-00001.safetensors"
-    hidden = [".x.safetensors.0123456789abcdef.tmp", f"step-00000002/{CLAIM}"]
+    hidden = [".x.safetensors.0123456789abcdef.tmp", f"step-00000002/{COPY_CLAIM}"]
     litter = [LITTER, beside, *probes, *hidden]
     for key in [*others, *litter]:
         obstore.put(store, f"run/{key}", b"xy")

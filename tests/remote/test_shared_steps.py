@@ -567,9 +567,9 @@ def test_any_order_and_any_death(names: list[str], picks: list[int], kills: dict
 )
 def test_the_proof_needs_each_part(left_out: str, monkeypatch: pytest.MonkeyPatch):
     """Without any one of them, some order of requests loses data: so the orders that are tried are the ones that matter."""
-    others = Claim.others
+    others = Claim.find_claimed_by_others
 
-    def blind(self: Claim, does: claims.Does) -> set[str]:
+    def blind(self: Claim, does: claims.Activity) -> set[str]:
         return (
             set()
             if does == ("deletes" if left_out == "the save looks for deletions" else "uses")
@@ -577,9 +577,9 @@ def test_the_proof_needs_each_part(left_out: str, monkeypatch: pytest.MonkeyPatc
         )
 
     if left_out == "the save looks for its objects":
-        monkeypatch.setattr(claims, "_look", lambda *_: None)
+        monkeypatch.setattr(claims, "check_shared_objects", lambda *_: None)
     else:
-        monkeypatch.setattr(Claim, "others", blind)
+        monkeypatch.setattr(Claim, "find_claimed_by_others", blind)
     lost = 0
     for first, second in itertools.product(range(11, 24), (99, 12, 13)):
         try:
@@ -597,7 +597,7 @@ def test_a_base_that_goes_meanwhile_is_written_whole(
     run = run_in(store)
     for number in (1, 2):
         run.save(number, state(number))
-    real, looked = claims._look, []
+    real, looked = claims.check_shared_objects, []
 
     def look(*args: object) -> None:
         if not looked:
@@ -608,7 +608,7 @@ def test_a_base_that_goes_meanwhile_is_written_whole(
                 )
         real(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(claims, "_look", look)
+    monkeypatch.setattr(claims, "check_shared_objects", look)
     saved = run.save(3, state(3))
     assert not any("/" in name for name in saved.files)
     assert loads(run[3])
@@ -628,7 +628,7 @@ def test_a_manifest_that_may_come_yet_keeps_its_claim(
 
     def commit(self: PrefixSave, *args: object) -> None:
         late.append(lambda: real(self, *args))  # type: ignore[arg-type]
-        self.revocable = False
+        self.is_known_unpublished = False
         raise DurabilityUncertain("the answer was lost")
 
     with monkeypatch.context() as patch:
@@ -717,7 +717,7 @@ def test_a_slow_store_is_not_relied_on(store: MemoryStore, monkeypatch: pytest.M
     with pytest.raises(NotCommitted) as refused:
         claims.commit_with_claim(
             _save_at("run/step-00000009", store),
-            [("step-00000003", saved.files[0], 1)],
+            [claims.SharedObject("step-00000003", saved.files[0], 1)],
             lambda: None,
         )
     assert refused.value.errno == errno.ESTALE

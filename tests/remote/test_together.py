@@ -116,14 +116,14 @@ def test_several_ranks_reshard_into_a_bucket(checkpoints: Path, proxy: Proxy, ur
 def test_nothing_is_left_if_a_rank_fails(
     verb, name: str, checkpoints: Path, proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
 ):
-    upload_file = bucket._put
+    upload_file = bucket._put_object
 
     def upload_or_fail(file: FilePlan, *arguments: object) -> object:
         if file.key.endswith(".safetensors"):
             raise NotCommitted("a bad disk")
         return upload_file(file, *arguments)
 
-    monkeypatch.setattr(bucket, "_put", upload_or_fail)
+    monkeypatch.setattr(bucket, "_put_object", upload_or_fail)
     errors = on_ranks(3, lambda group: verb(checkpoints / name, url, group=group))
     for error in errors:
         assert isinstance(error, RanksFailed)

@@ -165,7 +165,7 @@ def test_a_broken_writer_leaves_the_old_objects(name, monkeypatch):
 def test_a_long_object_of_a_broken_writer_is_reported(monkeypatch):
     """It is an upload in parts, which can be read only when it has replaced the old object."""
     store = obstore.store.MemoryStore()
-    monkeypatch.setattr("holdfast.engine.targets.bucket_commit.ObjectSave.AT_ONCE", 16)
+    monkeypatch.setattr("holdfast.engine.targets.bucket_commit.ObjectSave.MAX_PUT_NBYTES", 16)
     break_writers(monkeypatch)
     with pytest.raises(DurabilityUncertain, match="does not open"):
         holdfast.save(STATE, "x.pt", store=store, read_back=True)

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import holdfast
 from holdfast.engine import write
-from holdfast.engine.targets import folder as folder_target
+from holdfast.engine.targets import resume_folder
 from holdfast.errors import DurabilityUncertain, NotCommitted
 from holdfast.stores.files import Files, system_files
 from holdfast.stores.local import LocalStore
@@ -240,7 +240,7 @@ def test_a_second_conversion_at_the_same_time_is_refused(source, tmp_path):
 
 def test_a_folder_that_another_conversion_removes_is_made_again(source, tmp_path, monkeypatch):
     """The other one publishes after this one has opened the folder, and before it has the lock."""
-    try_lock, removed = folder_target.try_lock, []
+    try_lock, removed = resume_folder.try_lock, []
 
     def remove_and_lock(files: Files, descriptor: int) -> bool:
         if not removed:
@@ -248,7 +248,7 @@ def test_a_folder_that_another_conversion_removes_is_made_again(source, tmp_path
             os.rmdir(tmp_path / removed[0])
         return try_lock(files, descriptor)
 
-    monkeypatch.setattr(folder_target, "try_lock", remove_and_lock)
+    monkeypatch.setattr(resume_folder, "try_lock", remove_and_lock)
     holdfast.convert(source, tmp_path / "out", max_shard_size=12_000, resume=True)
     assert removed
     assert holdfast.verify(tmp_path / "out").ok

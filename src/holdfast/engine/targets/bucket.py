@@ -1,14 +1,26 @@
-"""Objects of an object store: one, or several below a prefix, of which the last makes the others a checkpoint.
+"""Targets in an object store: one object, or objects below a prefix.
 
-Objects are written from front to back (engine/stream), in parts of which several are under way. Nothing is written to the disk of
-this machine, and memory stays at a few parts an object.
+    ObjectTarget    one object. Its put, or the end of its upload, publishes it.
+    PrefixTarget    a folder. Data objects have names with the id of the save, and the index, which
+                    is put last with a condition, makes them a checkpoint.
+    CopyTarget      a copy of a folder. Its names are those of the source, so other copies would write
+                    the same ones. It holds the prefix by a claim.
+    JoinedPrefix,   the same two on ranks that upload some of the objects
+    JoinedCopy
 
-**Several parts.** Every part uploads its own objects, whose names carry the id of the save. So nobody finds them, and another save
-to the same place writes other names. The first part puts the index, with a condition.
+Objects are written from front to back (`engine/stream`), as uploads of which several parts are sent
+at once. Nothing goes to the disk of this machine, and an object takes the memory of a few parts.
 
-**Who removes what.** A part removes its objects where it fails before its receipt is out, and where the first one has said that
-nothing was published. It does not where the first one is lost: that one may have published. The first part removes all objects that
-carry the id, also those of parts that died. The rest is left to the sweep of the run.
+**Several ranks.** Each rank uploads its own objects. Nobody finds them, since their names contain the
+id of the save, or are hidden. Then the first rank puts the index.
+
+**Who deletes what.** A rank deletes its objects if it fails before it has sent its receipt, or if the
+first rank says that nothing was published. It does not if the first rank is lost: that one may have
+published. The first rank deletes all objects with the id of the save, including those of ranks that
+died. Everything else is left to the sweep of the run.
+
+`bucket_commit` has the steps of the commit and what a crash leaves. `bucket_claims` protects objects
+that several checkpoints share.
 """
 
 from __future__ import annotations
@@ -19,6 +31,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import count
 from types import TracebackType
 
 from holdfast.core.keys import parse_sibling_key
@@ -27,8 +40,17 @@ from holdfast.core.value import Value
 from holdfast.engine.commit.temporaries import make_temporary_name
 from holdfast.engine.saves import FilePlan, LinkedFile, SavePlan
 from holdfast.engine.stream import REMOTE_BLOCK_NBYTES, CountingWriter, Writer, write_stream
-from holdfast.engine.targets.bucket_claims import commit_with_claim, release_objects
-from holdfast.engine.targets.bucket_commit import NOBODY, ObjectSave, PrefixSave, make_save_id
+from holdfast.engine.targets.bucket_claims import (
+    SharedObject,
+    commit_with_claim,
+    release_objects,
+)
+from holdfast.engine.targets.bucket_commit import (
+    NO_SAVE_ID,
+    ObjectSave,
+    PrefixSave,
+    make_save_id,
+)
 from holdfast.engine.targets.target import (
     DeliveredFile,
     SaveContext,
@@ -45,96 +67,147 @@ from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import MAX_COPY_NBYTES, Url
 from holdfast.stores.virtual import Virtual, VirtualFile
 
-MOST = 1 << 20  # Objects below a prefix that are looked through for those of a save.
+MAX_SEARCHED_OBJECTS = 1 << 20
+"""How many objects below a prefix are searched for those of a save that is given up."""
 
 
 class ReplacedObjects(Value, frozen=True):
-    """The objects of a checkpoint that another takes the place of."""
+    """The objects of a checkpoint that another one replaces."""
 
     names: Sequence[str] = ()
-    """Its index first."""
-    named: Callable[[Collection[str]], Collection[str]] | None = None
-    """Which of these keys checkpoints beside it name; None where none can: those that have hashes may be a base."""
+    """Their names, with the index first."""
+    find_named: Callable[[Collection[str]], Collection[str]] | None = None
+    """Returns which of some keys the checkpoints beside this one name. None if they cannot name any:
+    only checkpoints with content hashes share objects."""
 
     def remove(self, save: PrefixSave, keep: Collection[str] = ()) -> None:
-        """Delete what nobody needs now. What cannot be deleted is left to the sweep of the run."""
-        save.remove(
-            [name for name in self.names[:1] if name not in keep]
-        )  # another index, without which nobody finds the rest
-        rest = [name for name in self.names[1:] if name not in keep]
-        if self.named is None:
-            save.remove(rest)
+        """Delete the objects that nobody needs after a save was published.
+
+        What cannot be deleted is left to the sweep of the run.
+
+        Args:
+            save: The save.
+            keep: Names that the new checkpoint has as well.
+        """
+        removable_names = [name for name in self.names if name not in keep]
+        # Without the old index, nobody finds the other objects.
+        old_index = self.names[:1]
+        save.remove_replaced([name for name in removable_names if name in old_index])
+
+        data_names = [name for name in removable_names if name not in old_index]
+        if self.find_named is None:
+            save.remove_replaced(data_names)
             return
+        parent = save.url.parent
+        keys = [_make_sibling_url(save.url, name).key for name in data_names]
         with suppress(HoldfastError):
-            parent, own = save.url.parent, save.url.key.rpartition("/")[2]
-            release_objects(
-                parent,
-                [
-                    parent.below("/".join(parse_sibling_key(name) or (own, name))).key
-                    for name in rest
-                ],
-                self.named,
-            )
+            release_objects(parent, keys, self.find_named)
 
 
 class BucketNames(Value, frozen=True):
-    """What names of objects mean to the formats."""
+    """What the names of objects mean. The engine does not know any format, so callers tell it."""
 
     is_checkpoint: Callable[[str], bool] | None = None
-    """Whether an object makes a checkpoint of a prefix, beside the index itself."""
+    """Returns whether an object makes a checkpoint of a prefix, besides the index of the save."""
     is_written_late: Callable[[str], bool] = lambda name: False
-    """Whether others have this name for something: it is put when all else is there, and nothing is known against it."""
+    """Returns whether other programs read an object of this name. It is put when all data is there
+    and all checks have passed."""
     is_weights: Callable[[str], bool] = lambda name: False
-    """Whether it is what others look for where there is no index."""
-    find_replaced: Callable[[Url, Collection[str]], ReplacedObjects] = lambda url, there: (
+    """Returns whether readers look for an object of this name if there is no index."""
+    find_replaced: Callable[[Url, Collection[str]], ReplacedObjects] = lambda url, names: (
         ReplacedObjects()
     )
-    """The objects of the checkpoint at a URL, of the names that are there."""
-    find_other_indexes: Callable[[Url, Collection[str]], Sequence[str]] = lambda url, there: ()
-    """Other indexes, of the names that are there, which go when this one is put. Raises where they may not, or cannot, go."""
+    """Returns the objects of the checkpoint at a URL. Its second argument is the names there."""
+    find_other_indexes: Callable[[Url, Collection[str]], Sequence[str]] = lambda url, names: ()
+    """Returns the indexes of other formats that are deleted when the new index is put. Raises
+    `NotCommitted` if they must stay."""
     stale_names: Sequence[str] = ()
-    """What would speak of another index; it goes before the index is put."""
+    """Objects that describe an old index. They are deleted before the new one is put."""
 
 
-def _pass(file: FilePlan, how: SaveContext, target: Writer) -> dict[str, int]:
-    """Write the content of an object, sure of what was read."""
+def _make_sibling_url(url: Url, name: str) -> Url:
+    """Return the URL of a file of the checkpoint at `url`, which may be in a sibling's folder."""
+    folder, file_name = _split_sibling(url, name)
+    return url.parent.below(f"{folder}/{file_name}" if folder else file_name)
+
+
+def _split_sibling(url: Url, name: str) -> tuple[str, str]:
+    """Return the folder beside or of a checkpoint, and the name in it, of one of its files."""
+    return parse_sibling_key(name) or (url.key.rpartition("/")[2], name)
+
+
+def _write_content(file: FilePlan, context: SaveContext, writer: Writer) -> dict[str, int]:
+    """Write a file from front to back, and check that its source did not change.
+
+    Returns:
+        The CRC-32 of its data by label.
+    """
+    if context.progress:
+        writer = CountingWriter(writer, context.progress)
     crcs = write_stream(
         file,
-        CountingWriter(target, how.progress) if how.progress else target,
-        known_crcs=how.crcs,
-        max_requests=how.threads,
-        block_nbytes=how.block_nbytes or REMOTE_BLOCK_NBYTES,
+        writer,
+        known_crcs=context.crcs,
+        max_requests=context.threads,
+        block_nbytes=context.block_nbytes or REMOTE_BLOCK_NBYTES,
     )
-    how.crcs.update(crcs)
-    check_source(file, how.crcs)
+    context.crcs.update(crcs)
+    check_source(file, context.crcs)
     return crcs
 
 
-def _text(file: FilePlan, how: SaveContext) -> bytes:
-    text = io.BytesIO()
-    _pass(file, how, text)
-    return text.getvalue()
+def _make_content(file: FilePlan, context: SaveContext) -> bytes:
+    """Return the content of a small file."""
+    buffer = io.BytesIO()
+    _write_content(file, context, buffer)
+    return buffer.getvalue()
 
 
-def _put(file: FilePlan, how: SaveContext, save: PrefixSave, name: str) -> dict[str, int]:
-    """Put an object under a name; its own checksums."""
-    found: dict[str, int] = {}
-    save.write(name, file.nbytes, lambda target: found.update(_pass(file, how, target)))
-    if how.read_back:
-        _check_uploaded(file, save.url.below(name), how.crcs)
-    return found
+def _put_object(
+    file: FilePlan, save: PrefixSave, name: str, context: SaveContext
+) -> Mapping[str, int]:
+    """Upload a file as an object below the prefix, and read it back if wanted.
+
+    Returns:
+        The CRC-32 of its data by label.
+    """
+    crcs: dict[str, int] = {}
+
+    def write(writer: Writer) -> None:
+        crcs.update(_write_content(file, context, writer))
+
+    save.write_object(name, file.nbytes, write)
+    if context.read_back:
+        _check_uploaded(file, save.url.below(name), context.crcs)
+    return crcs
+
+
+def _check_uploaded(file: FilePlan, url: Url, crcs: Mapping[str, int]) -> None:
+    """Read an object back, and raise `NotCommitted` if a checksum differs."""
+    store = RemoteStore(url)
+    (key,) = store.list()
+    for label, found_crc in read_stored_crcs(file, store, key).items():
+        if found_crc != crcs[label]:
+            message = "what was written does not read back the same; nothing was published"
+            raise NotCommitted(
+                message, file=store.name, tensor=label, expected=crcs[label], found=found_crc
+            )
 
 
 class ObjectTarget(Target):
-    def __init__(self, url: Url, *, overwrite: bool, parts: int | None) -> None:
-        self._save = ObjectSave(url, overwrite=overwrite, parts=parts)
+    """A single object. The first rank writes all of it, when it is published."""
+
+    def __init__(self, url: Url, *, overwrite: bool, parts_at_once: int | None) -> None:
+        """Check what is at the URL. Raises `NotCommitted` if it may not be replaced."""
+        self._save = ObjectSave(url, overwrite=overwrite, parts_at_once=parts_at_once)
         self._files: list[FilePlan] = []
-        self._linked: list[LinkedFile] = []
-        self._content: bytes | None = None
-        self._save.begin()
+        self._linked_files: list[LinkedFile] = []
+        self._short_content: bytes | None = None
+        """The content, if it is short enough to be checked before it is put."""
+        self._save.check_existing()
 
     def link_file(self, file: LinkedFile) -> bool:
-        self._linked.append(file)
+        self._linked_files.append(file)
         return True
 
     def prepare_file(self, file: FilePlan) -> WriteFile:
@@ -142,108 +215,135 @@ class ObjectTarget(Target):
         return write_later
 
     def needs_first_rank(self, file: FilePlan) -> bool:
-        return True  # an object is one upload
+        # An object is a single upload.
+        return True
 
     def publish(
-        self, index: Sequence[FilePlan], how: SaveContext, others: Iterable[DeliveredFile] = ()
+        self,
+        index: Sequence[FilePlan],
+        context: SaveContext,
+        delivered: Iterable[DeliveredFile] = (),
     ) -> None:
-        for one in self._linked:
-            how.before_publish()
-            self._save.copy(Url(one.folder).key)
+        for linked_file in self._linked_files:
+            context.before_publish()
+            self._save.copy_object(Url(linked_file.folder).key)
         for file in self._files:
+            check_content = None
+            if context.check_opens is not None:
+                check_content = partial(self._check_content, context)
             self._save.write(
                 file.nbytes,
-                partial(_pass, file, how),
-                how.before_publish,
-                check_content=None
-                if how.check_opens is None
-                else partial(self._check_content, how),
-                check_object=partial(self._check_object, file, how),
+                partial(_write_content, file, context),
+                context.before_publish,
+                check_content=check_content,
+                check_object=partial(self._check_object, file, context),
             )
 
-    def _check_content(self, how: SaveContext, content: bytes) -> None:
-        """Have a short object opened before it is put."""
-        self._content = content
-        self.check_opens(how)
+    def _check_content(self, context: SaveContext, content: bytes) -> None:
+        """Have a reader open a short object before it is put."""
+        self._short_content = content
+        self.check_opens(context)
 
-    def _check_object(self, file: FilePlan, how: SaveContext) -> None:
-        """Check an object that is published: its data, and a long one as a whole."""
-        if how.read_back:
-            _check_uploaded(file, self._save.url, how.crcs)
-        if self._content is None:
-            self.check_opens(how)
+    def _check_object(self, file: FilePlan, context: SaveContext) -> None:
+        """Check the published object: its data, and whether a long one opens."""
+        if context.read_back:
+            _check_uploaded(file, self._save.url, context.crcs)
+        if self._short_content is None:
+            self.check_opens(context)
 
     def open_unpublished(self) -> Store:
         url = self._save.url
-        if self._content is None:
+        if self._short_content is None:
             return RemoteStore(url)
-        return MemoryStore({url.key.rpartition("/")[2]: self._content}, name=url)
+        return MemoryStore({url.key.rpartition("/")[2]: self._short_content}, name=url)
 
 
 class JoinedPrefix(Target):
-    """The objects of a save below a prefix, on a part that uploads some of them."""
+    """Objects below a prefix, on a rank that uploads some of them."""
 
     def __init__(
         self,
         url: Url,
-        save: str,
+        save_id: str,
         index: str = "",
         *,
         overwrite: bool = False,
-        parts: int | None = None,
+        parts_at_once: int | None = None,
     ) -> None:
-        self.url, self.save_id = url, save
-        self._save = PrefixSave(url, index, overwrite=overwrite, parts=parts)
+        """Prepare the target. Only the first rank needs the arguments after the id.
+
+        Args:
+            url: The prefix.
+            save_id: The id of the save.
+            index: The name of the index.
+            overwrite: Whether an existing checkpoint may be replaced.
+            parts_at_once: How many parts of an upload are sent at once.
+        """
+        self.url = url
+        self.save_id = save_id
+        self._save = PrefixSave(url, index, overwrite=overwrite, parts_at_once=parts_at_once)
 
     def link_file(self, file: LinkedFile) -> bool:
-        return True  # the manifest names it where it is
+        # The manifest names the object where it is.
+        return True
 
     def prepare_file(self, file: FilePlan) -> WriteFile:
-        return lambda how: _put(file, how, self._save, file.key)
+        return partial(_put_object, file, self._save, file.key)
 
     def stream_file(self, key: str, nbytes: int, write: Callable[[Writer], None]) -> None:
-        self._save.write(key, nbytes, write)
+        self._save.write_object(key, nbytes, write)
 
     def generate_free_names(self, prefix: str, suffix: str) -> Iterator[str]:
-        own, number = make_save_id(), 0
-        while True:
-            yield f"{prefix}{number}-{self.save_id}-{own}{suffix}"
-            number += 1
+        # Another random id keeps the names of several ranks apart.
+        rank_id = make_save_id()
+        for file_index in count():
+            yield f"{prefix}{file_index}-{self.save_id}-{rank_id}{suffix}"
 
     def give_up(self) -> None:
         self._save.give_up()
 
 
 class PrefixTarget(JoinedPrefix):
-    """Objects below a prefix, on the part that publishes them."""
+    """Objects below a prefix, on the rank that publishes them."""
 
     def __init__(
         self,
         url: Url,
-        save: str,
+        save_id: str,
         index: str,
         *,
         overwrite: bool,
         names: BucketNames,
-        parts: int | None,
+        parts_at_once: int | None,
     ) -> None:
-        super().__init__(url, save, index, overwrite=overwrite, parts=parts)
-        self._names, self._over = names, False
-        self._delivered: dict[
-            str, tuple[int, bool]
-        ] = {}  # Length of each object, and whether it is one of the base.
-        self._late: list[FilePlan] = []
+        """Check what is at the prefix. Raises `NotCommitted` if it may not be replaced.
+
+        Args:
+            url: The prefix.
+            save_id: The id of the save.
+            index: The name of the index, whose put publishes the save.
+            overwrite: Whether an existing checkpoint may be replaced.
+            names: What the names of objects mean.
+            parts_at_once: How many parts of an upload are sent at once.
+        """
+        super().__init__(url, save_id, index, overwrite=overwrite, parts_at_once=parts_at_once)
+        self._names = names
+        self._has_ended = False
+        """Whether the save was published or given up."""
+        self._data_files: dict[str, DeliveredFile] = {}
+        """All files but the index, by their keys."""
+        self._late_files: list[FilePlan] = []
         self._index: FilePlan | None = None
-        self._content: bytes | None = None
-        self._save.begin(names.is_checkpoint)
-        there = self._save.there
-        self._others = names.find_other_indexes(url, there)
-        self._replaced = (
-            names.find_replaced(url, there) if overwrite and there else ReplacedObjects()
-        )
+        self._index_content = b""
+        self._save.check_existing(names.is_checkpoint)
+        existing_names = self._save.existing_names
+        self._other_indexes = names.find_other_indexes(url, existing_names)
+        self._replaced = ReplacedObjects()
+        if overwrite and existing_names:
+            self._replaced = names.find_replaced(url, existing_names)
 
     def link_file(self, file: LinkedFile) -> bool:
-        self._delivered[file.key] = file.nbytes, True
+        self._data_files[file.key] = DeliveredFile(file.key, file.nbytes, is_linked=True)
         return True
 
     def needs_first_rank(self, file: FilePlan) -> bool:
@@ -253,99 +353,125 @@ class PrefixTarget(JoinedPrefix):
         if file.key == self._save.index:
             self._index = file
             return write_later
-        self._delivered[file.key] = file.nbytes, False
+        self._data_files[file.key] = DeliveredFile(file.key, file.nbytes, is_linked=False)
         if self._names.is_written_late(file.key):
-            self._late.append(file)
+            self._late_files.append(file)
             return write_later
         return super().prepare_file(file)
 
     def publish(
-        self, index: Sequence[FilePlan], how: SaveContext, others: Iterable[DeliveredFile] = ()
+        self,
+        index: Sequence[FilePlan],
+        context: SaveContext,
+        delivered: Iterable[DeliveredFile] = (),
     ) -> None:
-        """Put the index. What it replaced goes afterwards."""
-        for file in index:
-            self.prepare_file(file)(how)
-        final = self._index
-        assert final is not None  # the target was opened for a plan that has it
-        self._delivered.update({key: (nbytes, linked) for key, nbytes, linked in others})
-        self._content = _text(final, how)
-        self.check_opens(how)
-        how.before_publish()
-        for file in self._late:
-            _put(file, how, self._save, file.key)
-        text = self._content
-        self._save.remove([name for name in self._names.stale_names if name in self._save.there])
-        used = [
-            (*self._home(key), nbytes)
-            for key, (nbytes, linked) in self._delivered.items()
-            if linked
-        ]
-        commit_with_claim(self._save, used, lambda: self._save.commit(text, how.attributes))
-        self._over = True
-        self._save.remove(self._others)
-        self._replaced.remove(self._save, keep={file.key for file in (*self._late, final)})
+        """Put what readers know by name, and then the index. Delete what it replaced.
 
-    def _home(self, key: str) -> tuple[str, str]:
-        return parse_sibling_key(key) or (self.url.key.rpartition("/")[2], key)
+        A crash before the put of the index leaves the old checkpoint, and objects that the sweep of
+        the run deletes. A crash after it leaves the new one, and perhaps old objects.
+        """
+        save = self._save
+        for file in index:
+            self.prepare_file(file)(context)
+        assert self._index is not None  # the target was opened for a plan that has one
+        self._data_files.update({file.key: file for file in delivered})
+        self._index_content = _make_content(self._index, context)
+        self.check_opens(context)
+        context.before_publish()
+
+        for file in self._late_files:
+            _put_object(file, save, file.key, context)
+        stale_names = save.existing_names.intersection(self._names.stale_names)
+        save.remove_replaced(sorted(stale_names))
+        shared_objects: list[SharedObject] = []
+        for data_file in self._data_files.values():
+            if data_file.is_linked:
+                folder, name = _split_sibling(self.url, data_file.key)
+                shared_objects.append(SharedObject(folder, name, data_file.nbytes))
+        commit_with_claim(
+            save,
+            shared_objects,
+            lambda: save.commit(self._index_content, context.attributes),
+        )
+
+        self._has_ended = True
+        save.remove_replaced(self._other_indexes)
+        own_keys = {file.key for file in (*self._late_files, self._index)}
+        self._replaced.remove(save, keep=own_keys)
 
     def open_unpublished(self) -> Store:
-        store, bucket, parent = Virtual(self.url), get_bucket(self.url), self.url.parent
-        for key, (nbytes, _) in self._delivered.items():
-            folder, name = self._home(key)
-            at = parent.below(f"{folder}/{name}" if folder else name).key
-            store.put(VirtualFile(nbytes, partial(_read, bucket, at)), key)
-        content = memoryview(self._content or b"")
+        """Return a store of the uploaded objects, and of the index, which is in memory so far."""
+        store = Virtual(self.url)
+        bucket = get_bucket(self.url)
+        for data_file in self._data_files.values():
+            object_key = _make_sibling_url(self.url, data_file.key).key
+            read = partial(_read_uploaded, bucket, object_key)
+            store.put(VirtualFile(data_file.nbytes, read), data_file.key)
 
-        def read(start: int, out: memoryview) -> None:
+        content = memoryview(self._index_content)
+
+        def read_index(start: int, out: memoryview) -> None:
             out[:] = content[start : start + out.nbytes]
 
-        store.put(VirtualFile(content.nbytes, read), self._save.index)
+        store.put(VirtualFile(content.nbytes, read_index), self._save.index)
         return store
 
     def give_up(self) -> None:
-        """Remove all objects of the save, also of parts that are no more, unless it was published or may have been."""
-        if self._over or not self._save.revocable:
+        """Delete all objects of the save, including those of ranks that died.
+
+        Does nothing if the save was published, or may have been.
+        """
+        if self._has_ended or not self._save.is_known_unpublished:
             return
-        self._over = True
+        self._has_ended = True
         super().give_up()
-        if self.save_id:
-            below = f"{self.url.key}/" if self.url.key else ""
-            with suppress(HoldfastError):
-                bucket = get_bucket(self.url)
-                found = [one.key for one in bucket.list_objects(below, MOST)]
-                bucket.delete(
-                    [
-                        key
-                        for key in found
-                        if key.startswith(below) and self.save_id in key[len(below) :]
-                    ]
-                )
+        if not self.save_id:
+            return
+        prefix = f"{self.url.key}/" if self.url.key else ""
+        with suppress(HoldfastError):
+            bucket = get_bucket(self.url)
+            keys = [listed.key for listed in bucket.list_objects(prefix, MAX_SEARCHED_OBJECTS)]
+            bucket.delete([key for key in keys if self.save_id in key.removeprefix(prefix)])
 
 
 class JoinedCopy(Target):
-    """Objects below a prefix whose names are those of a source that is copied, on a part that uploads some of them."""
+    """A copy of a checkpoint below a prefix, on a rank that uploads some of the objects."""
 
     def __init__(self, url: Url, name: str, save: PrefixSave | None = None) -> None:
+        """Prepare the target.
+
+        Args:
+            url: The prefix.
+            name: The `join_name`: hidden names of objects by their own names, as JSON.
+            save: The save of the first rank.
+        """
         self._save = save or PrefixSave(url, "", overwrite=False)
-        self._hidden: dict[str, str] = json.loads(name)
+        self._hidden_names: dict[str, str] = json.loads(name)
 
     @property
     def join_name(self) -> str:
-        return json.dumps(self._hidden)
+        return json.dumps(self._hidden_names)
 
     def prepare_file(self, file: FilePlan) -> WriteFile:
-        return lambda how: _put(file, how, self._save, self._hidden.get(file.key, file.key))
+        name = self._hidden_names.get(file.key, file.key)
+        return partial(_put_object, file, self._save, name)
 
     def give_up(self) -> None:
         self._save.give_up()
 
 
 class CopyTarget(JoinedCopy):
-    """Objects of a copy, on the part that publishes them. Two copies would write the same names, so one claims the place first.
-    What has names in common with a checkpoint that it replaces would be a mixture of both for a while: then the old one goes
-    first. But not before everything is in the bucket, under hidden names, from which the store copies it: what fails on the way
-    here leaves the old one as it was. Weights that no index names are found as soon as they are there. So they are put last;
-    or, where several parts upload them, under hidden names as well."""
+    """A copy of a checkpoint below a prefix, on the rank that publishes it.
+
+    Two copies would write the same names, so one of them claims the prefix. If the copy replaces a
+    checkpoint with the same names, there is a mixture of both for a while. So the old index is
+    withdrawn first, but not before all data is in the bucket: objects whose names exist are uploaded
+    under hidden names, and the store copies them at the end. A failure before that leaves the old
+    checkpoint as it was.
+
+    Readers find weights without an index as soon as they are there. So these are put last, or, if
+    several ranks upload them, under hidden names as well.
+    """
 
     def __init__(
         self,
@@ -354,75 +480,114 @@ class CopyTarget(JoinedCopy):
         *,
         overwrite: bool,
         names: BucketNames,
-        parts: int | None,
-        several: bool,
+        parts_at_once: int | None,
+        has_other_ranks: bool,
     ) -> None:
-        save = PrefixSave(
-            url, plan.index[0].key if plan.index else "", overwrite=overwrite, parts=parts
-        )
-        save.begin(names.is_checkpoint)
-        there = save.there
-        found = (
-            []
-            if plan.index
-            else [
-                file for file in plan.files if names.is_weights(file.key) and file.key not in there
-            ]
-        )
-        aside = [*(file for file in plan.files if file.key in there), *(found if several else ())]
-        hidden = {file.key: _hidden(file.key) for file in aside if file.nbytes <= MAX_COPY_NBYTES}
-        super().__init__(url, json.dumps(hidden), save)
+        """Check what is at the prefix, and claim it.
+
+        Args:
+            url: The prefix.
+            plan: The copy.
+            overwrite: Whether an existing checkpoint may be replaced.
+            names: What the names of objects mean.
+            parts_at_once: How many parts of an upload are sent at once.
+            has_other_ranks: Whether other ranks upload some of the objects.
+
+        Raises:
+            NotCommitted: What is there may not be replaced, or another copy holds the prefix.
+        """
+        index_name = plan.index[0].key if plan.index else ""
+        save = PrefixSave(url, index_name, overwrite=overwrite, parts_at_once=parts_at_once)
+        save.check_existing(names.is_checkpoint)
+        existing_names = save.existing_names
+
+        replacing_files = [file for file in plan.files if file.key in existing_names]
+        visible_files: list[FilePlan] = []
+        if not plan.index:
+            for file in plan.files:
+                if names.is_weights(file.key) and file.key not in existing_names:
+                    visible_files.append(file)
+        hidden_files = [*replacing_files, *(visible_files if has_other_ranks else ())]
+        hidden_names: dict[str, str] = {}
+        for file in hidden_files:
+            # The store copies no longer objects with one request.
+            if file.nbytes <= MAX_COPY_NBYTES:
+                folder, slash, name = file.key.rpartition("/")
+                hidden_names[file.key] = f"{folder}{slash}{make_temporary_name(name)}"
+        super().__init__(url, json.dumps(hidden_names), save)
+
         self._files: list[FilePlan] = []
-        self._linked: list[LinkedFile] = []
-        self._over = [file for file in plan.files if file.key in there and file.key not in hidden]
-        self._last = [file for file in found if file.key not in hidden]
-        self._replaced = (
-            names.find_replaced(url, there) if overwrite and there else ReplacedObjects()
-        )
-        self._claim = ExitStack()
-        self._claim.enter_context(save.claimed())
-        save.expect([hidden.get(file.key, file.key) for file in plan.files])
+        self._linked_files: list[LinkedFile] = []
+        self._overwriting_files = [file for file in replacing_files if file.key not in hidden_names]
+        """Files that replace an object, and are too long for a hidden name."""
+        self._last_files = [file for file in visible_files if file.key not in hidden_names]
+        self._replaced = ReplacedObjects()
+        if overwrite and existing_names:
+            self._replaced = names.find_replaced(url, existing_names)
+        self._claim_stack = ExitStack()
+        self._claim_stack.enter_context(save.exclusive_place())
+        save.add_new_names([hidden_names.get(file.key, file.key) for file in plan.files])
 
     def needs_first_rank(self, file: FilePlan) -> bool:
-        return any(file.key == one.key for one in (*self._over, *self._last))
+        late_files = (*self._overwriting_files, *self._last_files)
+        return any(file.key == late_file.key for late_file in late_files)
 
     def link_file(self, file: LinkedFile) -> bool:
-        self._linked.append(file)
+        self._linked_files.append(file)
         return True
 
     def prepare_file(self, file: FilePlan) -> WriteFile:
         self._files.append(file)
-        return write_later if self.needs_first_rank(file) else super().prepare_file(file)
+        if self.needs_first_rank(file):
+            return write_later
+        return super().prepare_file(file)
 
     def publish(
-        self, index: Sequence[FilePlan], how: SaveContext, others: Iterable[DeliveredFile] = ()
+        self,
+        index: Sequence[FilePlan],
+        context: SaveContext,
+        delivered: Iterable[DeliveredFile] = (),
     ) -> None:
-        save, old = self._save, self._replaced.names
-        mine = {
-            *(one.key for one in self._linked),
-            *(file.key for file in (*self._files, *index)),
-            *(key for key, _, _ in others),
-        }
-        for file in self._last:
-            _put(file, how, save, file.key)
-        how.before_publish()
-        if mine.intersection(old[1:] if index else old):
-            save.withdraw_index(old[0])
-        for file in self._over:
-            _put(file, how, save, file.key)
-        for one in self._linked:
-            save.copy(one.key, f"{Url(one.folder).key}/{one.key}")
-        for name, hidden in self._hidden.items():
-            save.copy(name, save.url.below(hidden).key)
-        # And those of copies that were cut off: this one has the place alone.
-        cut_off = (name for name in save.there if is_temporary(name) and NOBODY not in name)
-        save.dismiss([*self._hidden.values(), *cut_off])
-        if self._over:
-            how.before_publish()
+        """Withdraw the old index, give all objects their names, and put the new index.
+
+        A crash before the old index is withdrawn leaves the old checkpoint. A crash after it leaves
+        no checkpoint until the copy is repeated, since its names are a mixture. The claim stays in
+        both cases.
+        """
+        save = self._save
+        for file in self._last_files:
+            _put_object(file, save, file.key, context)
+        context.before_publish()
+
+        own_names = {file.key for file in (*self._files, *index)}
+        own_names.update(file.key for file in self._linked_files)
+        own_names.update(file.key for file in delivered)
+        old_names = self._replaced.names
+        # A new index replaces an old one of the same name by itself.
+        mixed_names = old_names[1:] if index else old_names
+        if own_names.intersection(mixed_names):
+            save.withdraw_index(old_names[0])
+
+        for file in self._overwriting_files:
+            _put_object(file, save, file.key, context)
+        for linked_file in self._linked_files:
+            save.copy_object(linked_file.key, f"{Url(linked_file.folder).key}/{linked_file.key}")
+        for name, hidden_name in self._hidden_names.items():
+            save.copy_object(name, save.url.below(hidden_name).key)
+        # Hidden names of copies that were cut off go as well: this copy has the place alone.
+        abandoned_names: list[str] = []
+        for name in save.existing_names:
+            if is_temporary(name) and NO_SAVE_ID not in name:
+                abandoned_names.append(name)
+        save.remove_hidden([*self._hidden_names.values(), *abandoned_names])
+
+        if self._overwriting_files:
+            # These uploads took long, and the source may have changed.
+            context.before_publish()
         for file in index:
-            save.commit(_text(file, how))
-        save.revocable = False
-        self._replaced.remove(save, keep=mine)
+            save.commit(_make_content(file, context))
+        save.is_known_unpublished = False
+        self._replaced.remove(save, keep=own_names)
 
     def __exit__(
         self,
@@ -430,33 +595,18 @@ class CopyTarget(JoinedCopy):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Give up what was not published, and then release the claim."""
         super().__exit__(kind, error, trace)
-        self._claim.__exit__(kind, error, trace)
+        self._claim_stack.__exit__(kind, error, trace)
 
 
-def _check_uploaded(file: FilePlan, url: Url, crcs: Mapping[str, int]) -> None:
-    store = RemoteStore(url)
-    (key,) = store.list()
-    for label, found in read_stored_crcs(file, store, key).items():
-        if found != crcs[label]:
-            message = "what was written does not read back the same; nothing was published"
-            raise NotCommitted(
-                message, file=store.name, tensor=label, expected=crcs[label], found=found
-            )
-
-
-def _hidden(name: str) -> str:
-    folder, slash, last = name.rpartition("/")
-    return f"{folder}{slash}{make_temporary_name(last)}"
-
-
-def _read(bucket: Bucket, key: str, start: int, out: memoryview) -> None:
+def _read_uploaded(bucket: Bucket, key: str, start: int, out: memoryview) -> None:
+    """Read bytes of an object that a rank has uploaded."""
     try:
-        got = bucket.get_range(key, start, start + out.nbytes)
+        content = bucket.get_range(key, start, start + out.nbytes)
     except StoreError as error:
         if error.errno == errno.ENOENT:
-            raise StoreError(
-                "an object that a rank has uploaded is not there", file=bucket.url(key)
-            ) from None
+            message = "an object that a rank has uploaded is not there"
+            raise StoreError(message, file=bucket.url(key)) from None
         raise
-    out[:] = got.data
+    out[:] = content.data

@@ -1,27 +1,38 @@
-"""Claims: objects that several checkpoints name are not deleted by one process while another is about to name them.
+"""Claims: nobody deletes an object of a bucket while a save is about to name it.
 
-Checkpoints in a bucket name objects of their siblings (`core.keys.parse_sibling_key`). An object goes when no published manifest
-names it. But a save may be about to publish one that does, and no put has a condition on two objects. So whoever names and whoever
-deletes each say first what they are about to do, in a small object, and then look whether the other has said so:
+The checkpoints of a run in a bucket name objects of each other (`core.keys.parse_sibling_key`), so
+that unchanged data is stored once. An object may be deleted when no published manifest names it. But
+a save may be about to publish one that does, and no request has conditions on two objects. So saves
+and deletions announce in a small object, a claim, what they are about to do, and then look whether
+the other side has done so:
 
-    a save                                                    a deletion
-    1  puts a claim, "uses", with the folders it names        1  puts a claim, "deletes"
-    2  lists claims: a deletion in one of them? Given up      2  lists claims: what is in a used folder stays
-    3  lists these folders: is an object gone? Given up       3  reads the manifests: what they name stays
-    4  puts its manifest                                      4  deletes the rest
-    5  takes its claim away                                   5  takes its claim away
+    a save                                        a deletion
+    1  puts a claim "uses" with the folders       1  puts a claim "deletes" with the folders
+       whose objects it names                        from which it deletes
+    2  lists claims. If a deletion works in       2  lists claims. What is in a used folder
+       one of the folders, it gives up               stays
+    3  lists these folders. If an object is       3  reads the manifests. What they name stays
+       gone, it gives up
+    4  puts its manifest                          4  deletes the rest
+    5  deletes its claim                          5  deletes its claim
 
-Let a deletion delete what a save names and publishes. If it listed claims (2) before the save put its own (1), its own claim was
-there even earlier: the save sees that in its 2, or it is gone by then, and so is the object, which the save sees in its 3. If it
-listed them while the save's claim was there, it saw that. If it listed them afterwards, the manifest had been published, and the
-deletion read it, since it reads manifests after it has listed claims. So it cannot be. All that is needed is a store whose reads
-and lists see what was written before, and those of all clouds do.
+**Why this is safe.** Suppose that a deletion deletes an object that a save names and publishes. There
+are three cases for the moment in which the deletion listed claims (2):
 
-**The dead** leave their claims. A claim counts for `CLAIM_LIFE_S`, by times that the store gave to
-it and to the claim of whoever asks: no clock of a machine is compared with another's. Who made it
-acts on it for `CLAIM_WORK_S` by its own clock. This leaves time for a last request that is slow. A
-dead save's claim holds up no more than the deletion of some data, and a dead deletion's makes saves
-write everything for a while.
+    before the save put its claim    The claim of the deletion was there even earlier. The save saw
+                                     it (2), or it was gone by then, and with it the object, which
+                                     the save missed (3).
+    while the claim was there        The deletion saw it and kept the object.
+    after the save deleted it        The manifest was published, and the deletion read it (3).
+
+So this cannot happen. All that it needs is a store whose reads and lists show what was written
+before. The stores of all cloud providers are like that.
+
+**Dead processes** leave their claims. A claim counts for `CLAIM_LIFE_S`. Its age is the difference
+between two times of the store, so that no clock of a machine matters. Its owner acts on it for
+`CLAIM_WORK_S` by its own clock. The rest is for a last request that is slow. The claim of a dead save
+only delays the deletion of some data. That of a dead deletion makes saves write everything for a
+while.
 """
 
 from __future__ import annotations
@@ -31,7 +42,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -50,177 +61,267 @@ from holdfast.stores.remote.client import get_bucket
 from holdfast.stores.remote.failures import find_existing
 from holdfast.stores.remote.url import Url
 
-CLAIMS_FOLDER = (
-    "holdfast.claims"  # The folder of the claims, beside the checkpoints that they speak of.
-)
+CLAIMS_FOLDER = "holdfast.claims"
+"""The folder of the claims, beside the folders of the checkpoints."""
+
 CLAIM_LIFE_S = 1800.0
+"""How long other processes respect a claim."""
 
-CLAIM_WORK_S = 600.0  # How long whoever made it acts on it.
-MOST_NBYTES, MOST = 1 << 20, 100_000
+CLAIM_WORK_S = 600.0
+"""How long the owner of a claim acts on it."""
 
-Does = Literal["uses", "deletes"]
+MAX_CLAIM_NBYTES = 1 << 20
+MAX_CLAIMS = 100_000
+
+Activity = Literal["uses", "deletes"]
 
 
 class ClaimContent(msgspec.Struct, frozen=True):
-    does: Does
+    """The content of a claim."""
+
+    does: Activity
     folders: tuple[str, ...]
+    """The folders of the objects that are used or deleted."""
 
 
 DOCUMENT = DocumentType(
-    name="claim", decoder=msgspec.json.Decoder(ClaimContent), max_nbytes=MOST_NBYTES
+    name="claim", decoder=msgspec.json.Decoder(ClaimContent), max_nbytes=MAX_CLAIM_NBYTES
 )
 
 
 class Claim:
-    def __init__(self, parent: Url, key: str, began: float) -> None:
-        self._parent, self._key, self._began = parent, key, began
+    """A claim that this process has put."""
+
+    def __init__(self, parent: Url, key: str, put_at_s: float) -> None:
+        """Describe a claim.
+
+        Args:
+            parent: The prefix of the run, which has the folders of the checkpoints.
+            key: The key of the claim.
+            put_at_s: When it was put, by `time.monotonic`.
+        """
+        self._parent = parent
+        self._key = key
+        self._put_at_s = put_at_s
 
     @property
-    def counts(self) -> bool:
-        """Whether this process may still act on it."""
-        return time.monotonic() - self._began < CLAIM_WORK_S
+    def is_in_force(self) -> bool:
+        """Whether this process may still act on the claim."""
+        return time.monotonic() - self._put_at_s < CLAIM_WORK_S
 
-    def others(self, does: Does) -> set[str]:
-        """The folders in which others do this, of those claims that count."""
-        return list_claimed_folders(self._parent, does, mine=self._key)
+    def find_claimed_by_others(self, activity: Activity) -> set[str]:
+        """Return the folders in which other processes are active in this way."""
+        return list_claimed_folders(self._parent, activity, own_key=self._key)
 
 
-def list_claimed_folders(parent: Url, does: Does, *, mine: str | None = None) -> set[str]:
-    """The folders beside each other in `parent` in which somebody does this. Without a claim of one's own (`mine`) the age of the
-    others is that by the clock of this machine: good for a forecast."""
-    bucket, found, old = get_bucket(parent), set[str](), list[str]()
-    rows = {one.key: one.modified_at for one in bucket.list_objects(f"{_below(parent)}/", MOST)}
-    if mine is not None and mine not in rows:
-        raise _unsure(
-            "the store does not list what was just written to it; checkpoints cannot share bytes there",
-            parent,
-        )
-    now = datetime.now(UTC) if mine is None else rows[mine]
-    for key, changed in rows.items():
-        age = (now - changed).total_seconds()
-        if key == mine or age >= CLAIM_LIFE_S:
-            old += [key] if age >= 2 * CLAIM_LIFE_S and mine is not None else []
+def list_claimed_folders(
+    parent: Url, activity: Activity, *, own_key: str | None = None
+) -> set[str]:
+    """Return the folders that valid claims name. Claims that are long expired are deleted.
+
+    Args:
+        parent: The prefix of the run.
+        activity: Which claims to look for.
+        own_key: The claim of this process, whose time tells the age of the others. Without one, the
+            clock of this machine does, which is good enough for a forecast.
+
+    Raises:
+        StoreError: The claims cannot be listed or understood.
+    """
+    bucket = get_bucket(parent)
+    folders: set[str] = set()
+    expired_keys: list[str] = []
+    claims = bucket.list_objects(f"{_make_claims_key(parent)}/", MAX_CLAIMS)
+    put_times = {claim.key: claim.modified_at for claim in claims}
+    now = datetime.now(UTC)
+    if own_key is not None:
+        if own_key not in put_times:
+            message = (
+                "the store does not list what was just written to it; checkpoints cannot share "
+                "bytes there"
+            )
+            raise _make_unsure_error(message, parent)
+        now = put_times[own_key]
+
+    for key, put_time in put_times.items():
+        age_s = (now - put_time).total_seconds()
+        if key == own_key:
+            continue
+        if age_s >= CLAIM_LIFE_S:
+            if age_s >= 2 * CLAIM_LIFE_S and own_key is not None:
+                expired_keys.append(key)
             continue
         try:
-            got = find_existing(bucket.get_object, key, MOST_NBYTES)
-            content = (
-                None if got is None else read_document(DOCUMENT, bytes(got.data))
-            )  # None: it has been taken away
+            answer = find_existing(bucket.get_object, key, MAX_CLAIM_NBYTES)
+            # Its owner may have deleted it after it was listed.
+            if answer is not None:
+                content = read_document(DOCUMENT, bytes(answer.data))
+                if content.does == activity:
+                    folders.update(content.folders)
         except (FormatError, LimitExceeded):
-            raise _unsure(
-                "this claim cannot be understood; perhaps a newer Holdfast works here",
-                bucket.url(key),
-            ) from None
-        found.update(content.folders if content is not None and content.does == does else ())
-    if old:
+            message = "this claim cannot be understood; perhaps a newer Holdfast works here"
+            raise _make_unsure_error(message, bucket.url(key)) from None
+
+    if expired_keys:
         with suppress(HoldfastError):
-            bucket.delete(old)
-    return found
+            bucket.delete(expired_keys)
+    return folders
 
 
-def _unsure(message: str, url: str) -> StoreError:
-    raised = StoreError(message, file=url)
-    raised.errno = errno.EAGAIN
-    return raised
+def _make_unsure_error(message: str, url: str) -> StoreError:
+    """Return the error for claims that leave it unknown what other processes are doing."""
+    error = StoreError(message, file=url)
+    error.errno = errno.EAGAIN
+    return error
 
 
-def _below(parent: Url) -> str:
+def _make_claims_key(parent: Url) -> str:
     return f"{parent.key}/{CLAIMS_FOLDER}" if parent.key else CLAIMS_FOLDER
 
 
 @contextmanager
-def claiming(parent: Url, does: Does, folders: Collection[str]) -> Iterator[Claim]:
-    """A block in which all others know what is done here. Where nobody can say how it ended, the claim stays, and grows old."""
-    key, bucket, began = f"{_below(parent)}/{make_save_id()}", get_bucket(parent), time.monotonic()
+def announced_claim(parent: Url, activity: Activity, folders: Collection[str]) -> Iterator[Claim]:
+    """Announce to other processes what the block does.
 
-    def over() -> None:
-        with suppress(HoldfastError):
-            bucket.delete([key])
+    The claim is deleted at the end. If the process dies, or if it is unknown whether the block has
+    published a manifest, the claim stays until it expires.
 
+    Args:
+        parent: The prefix of the run.
+        activity: What the block does.
+        folders: The folders in which it does that.
+    """
+    key = f"{_make_claims_key(parent)}/{make_save_id()}"
+    bucket = get_bucket(parent)
+    # Taken before the put, so that this process stops acting on the claim rather too early.
+    put_at_s = time.monotonic()
+    is_outcome_known = False
     try:
-        bucket.put(key, write_document(DOCUMENT, ClaimContent(does, tuple(sorted(folders)))))
-        yield Claim(parent, key, began)
-    except DurabilityUncertain:
-        raise  # a manifest may be on its way
-    except HoldfastError:
-        over()
+        content = ClaimContent(activity, tuple(sorted(folders)))
+        bucket.put(key, write_document(DOCUMENT, content))
+        yield Claim(parent, key, put_at_s)
+        is_outcome_known = True
+    except HoldfastError as error:
+        # If the outcome is uncertain, a manifest may still be on its way.
+        is_outcome_known = not isinstance(error, DurabilityUncertain)
         raise
-    over()
+    finally:
+        if is_outcome_known:
+            with suppress(HoldfastError):
+                bucket.delete([key])
 
 
-Used = Sequence[
-    tuple[str, str, int]
-]  # Objects of which others are the owners: folder, name and length of each.
+class SharedObject(NamedTuple):
+    """An object of another checkpoint that a new checkpoint names."""
+
+    folder: str
+    """The folder of the other checkpoint, beside that of the new one."""
+    name: str
+    nbytes: int
 
 
-def commit_with_claim(save: PrefixSave, used: Used, commit: Callable[[], None]) -> None:
-    """Publish a checkpoint that names these objects beside it. Raises `NotCommitted` with ESTALE where one of them is gone, or may
-    go: then everything has to be written."""
-    if not used:
+def commit_with_claim(
+    save: PrefixSave, shared: Sequence[SharedObject], commit: Callable[[], None]
+) -> None:
+    """Publish a checkpoint that names objects of others, if nobody deletes them meanwhile.
+
+    These are the steps of a save in the module's docstring. A crash before the commit leaves the
+    claim, which expires. A crash after it leaves the claim and the published checkpoint.
+
+    Args:
+        save: The save.
+        shared: The objects of other checkpoints that it names.
+        commit: Puts its manifest.
+
+    Raises:
+        NotCommitted: With the code ESTALE, if an object is gone or may be deleted. Then the save
+            has to write everything.
+    """
+    if not shared:
         commit()
         return
-    parent, folders = save.url.parent, {folder for folder, _, _ in used}
+    parent = save.url.parent
+    folders = {shared_object.folder for shared_object in shared}
     try:
-        with claiming(parent, "uses", folders) as claim:
-            going = folders & claim.others("deletes")
-            if going:
-                raise _stale(save.url, f"data of {min(going)!r} is being deleted")
-            _look(parent, used, save.url)
-            if not claim.counts:
-                raise _stale(save.url, "the store answers too slowly to be sure of what is there")
+        with announced_claim(parent, "uses", folders) as claim:
+            deleted_folders = folders & claim.find_claimed_by_others("deletes")
+            if deleted_folders:
+                reason = f"data of {min(deleted_folders)!r} is being deleted"
+                raise _make_stale_error(save.url, reason)
+            check_shared_objects(parent, shared, save.url)
+            if not claim.is_in_force:
+                reason = "the store answers too slowly to be sure of what is there"
+                raise _make_stale_error(save.url, reason)
             commit()
     except StoreError as error:
         code = errno.ESTALE if error.errno == errno.EAGAIN else error.errno
-        raise NotCommitted(
-            f"what the base has cannot be looked at: {error.message}; nothing was published",
-            file=save.url,
-            errno=code,
-        ) from None
+        message = f"what the base has cannot be looked at: {error.message}; nothing was published"
+        raise NotCommitted(message, file=save.url, errno=code) from None
 
 
-def _look(parent: Url, used: Used, url: Url) -> None:
-    """Raise where one of these objects is not there with its length."""
-    bucket, start = get_bucket(parent), f"{parent.key}/" if parent.key else ""
-    for folder in sorted({folder for folder, _, _ in used}):
-        prefix = f"{start}{folder}/"
-        there = {one.key.removeprefix(prefix): one.nbytes for one in bucket.list_folder(prefix)[1]}
-        for own, name, nbytes in used:
-            if own == folder and there.get(name) != nbytes:
-                raise _stale(url, f"{folder}/{name} is gone")
+def check_shared_objects(parent: Url, shared: Sequence[SharedObject], url: Url) -> None:
+    """Raise `NotCommitted` if one of these objects is missing or has another size.
+
+    Args:
+        parent: The prefix of the run.
+        shared: The objects.
+        url: The checkpoint that names them, for messages.
+    """
+    bucket = get_bucket(parent)
+    parent_prefix = f"{parent.key}/" if parent.key else ""
+    existing_nbytes: dict[tuple[str, str], int] = {}
+    for folder in sorted({shared_object.folder for shared_object in shared}):
+        prefix = f"{parent_prefix}{folder}/"
+        for listed in bucket.list_folder(prefix)[1]:
+            existing_nbytes[folder, listed.key.removeprefix(prefix)] = listed.nbytes
+
+    for folder, name, nbytes in shared:
+        if existing_nbytes.get((folder, name)) != nbytes:
+            raise _make_stale_error(url, f"{folder}/{name} is gone")
 
 
-def _stale(url: Url, why: str) -> HoldfastError:
-    return NotCommitted(
-        f"the base cannot be shared with: {why}; nothing was published",
-        file=url,
-        errno=errno.ESTALE,
-    )
+def _make_stale_error(url: Url, reason: str) -> NotCommitted:
+    message = f"the base cannot be shared with: {reason}; nothing was published"
+    return NotCommitted(message, file=url, errno=errno.ESTALE)
 
 
 class ReleasedObjects(Value, frozen=True):
-    """What became of objects that nobody was to need."""
+    """What became of objects that nobody seemed to need."""
 
     deleted: Sequence[str] = ()
-    in_use: Sequence[str] = ()  # Those that stay because a save uses their folder.
+    in_use: Sequence[str] = ()
+    """Objects that stay because a save is using their folder."""
 
 
 def release_objects(
-    parent: Url, keys: Collection[str], named: Callable[[Collection[str]], Collection[str]]
+    parent: Url, keys: Collection[str], find_named: Callable[[Collection[str]], Collection[str]]
 ) -> ReleasedObjects:
-    """Delete objects in folders of `parent` that no manifest names any more. `named` says which of these keys a published manifest
-    names; it looks anew. Raises `StoreError`."""
-    start = f"{parent.key}/" if parent.key else ""
-    folders = {key: key.removeprefix(start).rpartition("/")[0] for key in keys}
-    if not folders:
+    """Delete objects that no manifest names any more, and that no save is about to name.
+
+    These are the steps of a deletion in the module's docstring. A crash leaves some of the objects,
+    and a claim that expires.
+
+    Args:
+        parent: The prefix of the run.
+        keys: The objects, in folders of `parent`.
+        find_named: Returns which of these keys published manifests name. It must read them anew.
+
+    Raises:
+        StoreError: It cannot be found out what other processes are doing. Nothing was deleted.
+    """
+    parent_prefix = f"{parent.key}/" if parent.key else ""
+    folder_of_key = {key: key.removeprefix(parent_prefix).rpartition("/")[0] for key in keys}
+    if not folder_of_key:
         return ReleasedObjects()
-    with claiming(parent, "deletes", set(folders.values())) as claim:
-        used = claim.others("uses")
-        free = [key for key in folders if folders[key] not in used]
-        taken = set(named(free))
-        free = [key for key in free if key not in taken]
-        if not claim.counts:
-            raise _unsure(
-                "the store answers too slowly to be sure of what is needed; try again", parent
-            )
-        get_bucket(parent).delete(free)
-        return ReleasedObjects(free, [key for key in folders if folders[key] in used])
+
+    with announced_claim(parent, "deletes", set(folder_of_key.values())) as claim:
+        used_folders = claim.find_claimed_by_others("uses")
+        in_use = [key for key, folder in folder_of_key.items() if folder in used_folders]
+        candidates = [key for key, folder in folder_of_key.items() if folder not in used_folders]
+        named_keys = set(find_named(candidates))
+        unneeded_keys = [key for key in candidates if key not in named_keys]
+        if not claim.is_in_force:
+            message = "the store answers too slowly to be sure of what is needed; try again"
+            raise _make_unsure_error(message, parent)
+        get_bucket(parent).delete(unneeded_keys)
+        return ReleasedObjects(unneeded_keys, in_use)

@@ -1,24 +1,30 @@
-"""The commit in an object store: data under names of their own, and one object that makes them a checkpoint.
+"""The commit in an object store: data objects first, and one object that makes them a checkpoint.
 
-An object store has no rename and no directories. It has objects that are there wholly or not at all, and puts with a condition:
+An object store has no rename and no folders. An object is there completely or not at all, and a put
+can have a condition. A save of several objects below a prefix (`PrefixSave`):
 
-    1  data objects, whose names carry the id of this save: two savers of one step never write the same name
-    2  objects that have their names from elsewhere: the config and the tokenizer of a Hugging Face folder
-    3  the index, last: created if there is none, or put in place of exactly the one that was there. It is `holdfast.json`, or
-       `model.safetensors.index.json`
+    1  put data objects, whose names contain the id of the save. Two saves never write the same name.
+    2  put objects whose names are given, such as the config of a Hugging Face folder
+    3  put the index with a condition: there must be none, or exactly the one that was there before
+    4  delete what was replaced
 
-Before 3 nobody finds anything: a prefix without an index is nothing. After it everything is there. What was replaced goes last.
-A save that is given up takes away what it wrote under names that nobody had before, and nothing else.
+Before step 3 readers find nothing new, because a prefix without an index is not a checkpoint. After
+it they find everything. A crash in steps 1 and 2 leaves objects that no index names, for the sweep of
+a run to delete. A crash in step 4 leaves old objects likewise. A save that is given up deletes the
+objects whose names nobody had before, and no others.
 
-**The lost answer.** A put may succeed and its answer be lost. It is sent again, and then something is there already: what was put
-first. So an answer is never believed to be a refusal. What is there is read back and compared: if it is ours, the save is done; if
-it is another's, this one is `NotCommitted`; if nothing is there, it is put again; and if nobody can say, it is
-`DurabilityUncertain`, and the data stays.
+**Lost answers.** A put may succeed and its answer be lost. If it is then sent again, it fails because
+the object exists. So a failed condition is never believed: the object is read back. If it is that of
+this save, the save is published. If it is that of another save, this one is `NotCommitted`. If the
+old object is still there, it is put again. If nothing of this can be found out, the save is
+`DurabilityUncertain`, and its data stays.
 
-**One object** (`.pt`, `.safetensors`) that may not replace anything is put with the condition, too. A long one is an upload in
-parts, whose end has no condition. So its name is claimed first, by a hidden object beside it that only one can create.
+**A single object** (`ObjectSave`: `.pt`, `.safetensors`) is put with a condition as well, unless it
+may replace anything. A long object is uploaded in parts, and the end of an upload has no condition.
+So its name is claimed before that, by a hidden object that only one save can create.
 
-**Conditions.** A store that ignores them would let the last saver win without anybody knowing. Each bucket is tried once.
+**Stores without conditions** would let the last save win without a notice. So each bucket is tested
+once (`check_conditions`).
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import islice
-from typing import Final
+from typing import Final, Literal
 
 from holdfast.engine.stream import Writer
 from holdfast.errors import (
@@ -48,381 +54,483 @@ from holdfast.stores.remote.client import Bucket, get_bucket
 from holdfast.stores.remote.failures import ConditionFailed, iterate_pauses
 from holdfast.stores.remote.url import Url
 
-INSIST: Final = "HOLDFAST_WITHOUT_CONDITIONS"  # Set in the environment, this lets saves go to a store that ignores conditions.
-TRIES = 5  # How often the index is put while nobody can say whether it is there.
-LOOK_S = 0.25  # The first pause before that; each is twice the one before. A store may show late what it has.
-NOBODY: Final = "0" * 16  # In the name of a claim, where other hidden names have the id of a save.
+INSIST_VARIABLE: Final = "HOLDFAST_WITHOUT_CONDITIONS"
+"""The environment variable that allows saves to stores that ignore conditions."""
 
-CLAIM: Final = (
-    f".copy.{NOBODY}.tmp"  # Says that somebody copies to this place. No reader takes it for a file.
-)
-SAVE: Final = "holdfastsave"  # The attribute of an object that says which save wrote it. Azure takes the names of C#: no dashes.
-WEIGHTS_INDEX: Final = ".index.json"  # How the name of the index of a Hugging Face folder ends.
-Write = Callable[[Writer], object]
+MAX_TRIES = 5
+"""How often an object is put while it is unknown whether it is there."""
+
+FIRST_PAUSE_S = 0.25
+"""The first pause before the next try. A store may show an object late, so the pauses grow."""
+
+NO_SAVE_ID: Final = "0" * 16
+"""In the name of a claim, where other hidden names have the id of a save."""
+
+COPY_CLAIM: Final = f".copy.{NO_SAVE_ID}.tmp"
+"""The name of the claim of a copy. Readers do not take it for a file of a checkpoint."""
+
+SAVE_ATTRIBUTE: Final = "holdfastsave"
+"""The attribute of an object with the id of its save. Azure allows no dashes in it."""
+
+WEIGHTS_INDEX_SUFFIX: Final = ".index.json"
+"""The end of the name of the index of a Hugging Face folder."""
+
+WriteContent = Callable[[Writer], object]
+"""Writes the content of an object from front to back."""
+
+Owner = Literal["ours", "another", "nobody"]
+"""Whose object is there after a put with a condition has failed: that of this save, that of another
+one, or none that was put since this save began."""
 
 
 def make_save_id() -> str:
+    """Return a new random id for a save."""
     return secrets.token_hex(8)
 
 
+def explain_store_failure(error: StoreError, url: str) -> NotCommitted:
+    """Return the error for a save that a failed request stopped before it was published."""
+    message = f"{error.message}; nothing was published"
+    return NotCommitted(message, file=url, errno=error.errno)
+
+
 def check_conditions(bucket: Bucket, url: Url) -> None:
-    """Try whether the store refuses to create what is there. Raises `NotCommitted` where it does not, unless the user insists."""
+    """Test once for each bucket whether it supports puts with conditions.
+
+    The test creates a small object twice. The second time must fail.
+
+    Raises:
+        NotCommitted: It does not, and the user has not allowed that in the environment.
+    """
     if bucket.supports_conditions is None:
-        probe = f"{url.key}.holdfast-probe-{make_save_id()}"
+        probe_key = f"{url.key}.holdfast-probe-{make_save_id()}"
         try:
             with suppress(ConditionFailed):
-                bucket.put(probe, b"1", create=True)
+                bucket.put(probe_key, b"1", create=True)
             try:
-                bucket.put(probe, b"2", create=True)
+                bucket.put(probe_key, b"2", create=True)
                 bucket.supports_conditions = False
             except ConditionFailed:
                 bucket.supports_conditions = True
         except StoreError as error:
-            raise NotCommitted(
-                f"the store cannot be written to: {error.message}", file=url, errno=error.errno
-            ) from None
+            message = f"the store cannot be written to: {error.message}"
+            raise NotCommitted(message, file=url, errno=error.errno) from None
         finally:
             with suppress(HoldfastError):
-                bucket.delete([probe])
-    if not bucket.supports_conditions and not os.environ.get(INSIST):
-        danger = "so two saves at once could mix or undo each other without anybody knowing"
-        advice = f"use another store, or set {INSIST}=1 where only one process ever saves"
-        message = f"the store takes no notice of conditions (If-None-Match), {danger}; {advice}"
+                bucket.delete([probe_key])
+
+    if not bucket.supports_conditions and not os.environ.get(INSIST_VARIABLE):
+        message = (
+            "the store ignores conditions (If-None-Match), so two saves at once could mix or undo "
+            "each other without a notice; use another store, or set "
+            f"{INSIST_VARIABLE}=1 where only one process ever saves"
+        )
         raise NotCommitted(message, file=url, errno=errno.ENOTSUP)
 
 
 @contextmanager
-def claimed(
-    bucket: Bucket, key: str, url: Url, *, busy: str, force: bool = False
+def exclusive_claim(
+    bucket: Bucket, key: str, url: Url, *, busy: str, takes_over: bool = False
 ) -> Iterator[None]:
-    """Have a place alone, by a small object that only one can create. `force` takes the place of one whose saver is dead. Raises
-    `NotCommitted`, with the message `busy`, where another has it. Where nobody can say how the block ended, the claim stays."""
-    mine = make_save_id().encode()
+    """Hold a small object that only one save can create, while the block runs.
 
-    def is_mine() -> bool | None:
-        """Whether the claim is; None where there is none, or none to be seen yet."""
-        try:
-            return bytes(bucket.get_object(key, 1 << 10).data) == mine
-        except HoldfastError as error:
-            return None if isinstance(error, StoreError) and error.errno == errno.ENOENT else False
+    The claim stays if the process dies, or if it is unknown whether the block has published
+    anything. Then other saves are refused until one of them takes it over.
 
-    for pause in islice(iterate_pauses(LOOK_S), TRIES):
-        try:
-            bucket.put(key, mine, create=not force)
-            break
-        except StoreError as error:
-            failed = drop_tracebacks(error)
-        held = is_mine()
-        if held:
-            break
-        if held is None and isinstance(failed, ConditionFailed):
-            time.sleep(pause)
-            continue
-        message = (
-            f"{busy}; pass overwrite=True when none is"
-            if isinstance(failed, ConditionFailed)
-            else failed.message
-        )
-        raise NotCommitted(message, file=url, errno=failed.errno)
-    else:
-        raise NotCommitted(
-            f"{busy}; pass overwrite=True when none is", file=url, errno=errno.EEXIST
-        )
-    keep = False
+    Args:
+        bucket: The bucket.
+        key: The key of the claim.
+        url: The target of the save, for messages.
+        busy: The message if another save has the claim.
+        takes_over: Whether to take the claim from another save, which must be dead.
+
+    Raises:
+        NotCommitted: Another save has the claim.
+    """
+    claim_id = make_save_id().encode()
+    _create_claim(bucket, key, claim_id, url, busy=busy, takes_over=takes_over)
+    keeps_claim = False
     try:
         yield
     except DurabilityUncertain:
-        keep = True
+        keeps_claim = True
         raise
     finally:
-        if not keep:
+        if not keeps_claim:
             with suppress(HoldfastError):
-                if is_mine() is not False:
+                if _find_claim_owner(bucket, key, claim_id) != "another":
                     bucket.delete([key])
 
 
-def put_surely(
-    put: Callable[[], object], is_mine: Callable[[], bool | None], lost: Callable[[], HoldfastError]
+def _create_claim(
+    bucket: Bucket, key: str, claim_id: bytes, url: Url, *, busy: str, takes_over: bool
+) -> None:
+    """Create the object of `exclusive_claim`, or raise `NotCommitted`."""
+    busy_message = f"{busy}; pass overwrite=True when none is"
+    for pause in islice(iterate_pauses(FIRST_PAUSE_S), MAX_TRIES):
+        try:
+            bucket.put(key, claim_id, create=not takes_over)
+            return
+        except StoreError as error:
+            failure = drop_tracebacks(error)
+
+        owner = _find_claim_owner(bucket, key, claim_id)
+        if owner == "ours":
+            # The put has succeeded, and its answer was lost.
+            return
+        if not isinstance(failure, ConditionFailed):
+            raise NotCommitted(failure.message, file=url, errno=failure.errno)
+        if owner == "another":
+            raise NotCommitted(busy_message, file=url, errno=failure.errno)
+        # The claim of another save was deleted meanwhile, or is not visible yet.
+        time.sleep(pause)
+    raise NotCommitted(busy_message, file=url, errno=errno.EEXIST)
+
+
+def _find_claim_owner(bucket: Bucket, key: str, claim_id: bytes) -> Owner:
+    """Return whose claim an object is. If that cannot be found out, it counts as another's."""
+    try:
+        content = bucket.get_object(key, 1 << 10).data
+    except HoldfastError as error:
+        is_missing = isinstance(error, StoreError) and error.errno == errno.ENOENT
+        return "nobody" if is_missing else "another"
+    return "ours" if bytes(content) == claim_id else "another"
+
+
+def put_and_confirm(
+    put: Callable[[], object],
+    find_owner: Callable[[], Owner],
+    make_lost_error: Callable[[], HoldfastError],
 ) -> str | None:
-    """Put an object, and look what is there where the answer is none. None when it is there, else the last error message. `is_mine`
-    looks: None where what was there before is there still. Raises `lost()` where another's is."""
-    failure = ""
-    for pause in islice(iterate_pauses(LOOK_S), TRIES):
+    """Put an object, and read it back whenever the put fails: its answer may be wrong or lost.
+
+    Args:
+        put: Sends the put.
+        find_owner: Reads the object and returns whose it is.
+        make_lost_error: Returns the error to raise if the object is that of another save.
+
+    Returns:
+        None if the object of this save is there. If that cannot be found out, the message of the
+        last failure.
+    """
+    failure_message = ""
+    for pause in islice(iterate_pauses(FIRST_PAUSE_S), MAX_TRIES):
         try:
             put()
             return None
         except StoreError as error:
-            failure = error.message
+            failure_message = error.message
         try:
-            mine = is_mine()
+            owner = find_owner()
         except StoreError as error:
-            failure = failure if error.errno == errno.ENOENT else error.message
-            time.sleep(pause)  # it is not there, or not to be seen yet; the next try finds out
+            if error.errno != errno.ENOENT:
+                failure_message = error.message
+            # The object is missing or not visible yet. The next put shows which.
+            time.sleep(pause)
             continue
-        if mine:
+        if owner == "ours":
             return None
-        if mine is False:
-            raise lost()
-    return failure
+        if owner == "another":
+            raise make_lost_error()
+    return failure_message
 
 
-def another_first(url: Url) -> HoldfastError:
-    return NotCommitted(
-        "another save to the same place was published first; this one was given up",
-        file=url,
-        errno=errno.EEXIST,
-    )
+def make_lost_error(url: Url) -> NotCommitted:
+    """Return the error for a save that was slower than another one to the same place."""
+    message = "another save to the same place was published first; this one was given up"
+    return NotCommitted(message, file=url, errno=errno.EEXIST)
 
 
 class PrefixSave:
-    """A checkpoint of several objects below one prefix, published by the last of them: `index`."""
+    """A save of several objects below a prefix. The index, which is put last, publishes it.
 
-    def __init__(self, url: Url, index: str, *, overwrite: bool, parts: int | None = None) -> None:
+    The module's docstring has the steps. Names are relative to the prefix.
+    """
+
+    def __init__(
+        self, url: Url, index: str, *, overwrite: bool, parts_at_once: int | None = None
+    ) -> None:
+        """Prepare the save. No request is sent yet.
+
+        Args:
+            url: The prefix.
+            index: The name of the index.
+            overwrite: Whether an existing checkpoint may be replaced.
+            parts_at_once: How many parts of an upload are sent at once.
+        """
         self.url = url
         self.index = index
-        self._parts = parts  # Parts of an upload that may be under way at once.
         self._overwrite = overwrite
+        self._parts_at_once = parts_at_once
         self._bucket = get_bucket(url)
-        self._written: list[str] = []
-        self.there: frozenset[str] = (
-            frozenset()
-        )  # What lay right below the prefix when the save began, by its names.
-        self._before: str | None = None  # The etag of the index that is to be replaced.
-        self.revocable = True
-        """Whether it is known that nobody finds what was written: until the index is put, and where another save was faster."""
+        self._new_keys: list[str] = []
+        """Keys that this save writes and that nobody had before."""
+        self.existing_names: frozenset[str] = frozenset()
+        """The names right below the prefix when the save began."""
+        self._old_etag: str | None = None
+        """The ETag of the index that is to be replaced. None if there is none."""
+        self.is_known_unpublished = True
+        """Whether readers certainly find nothing of this save, so that its objects may be deleted:
+        before the index is put, and if another save was faster."""
 
-    def begin(self, counts: Callable[[str], bool] | None = None) -> None:
-        """Look at what is there. Raises `NotCommitted` where it may not be replaced: an index, or another name that `counts`."""
+    def check_existing(self, is_checkpoint: Callable[[str], bool] | None = None) -> None:
+        """Find out what is there, and raise `NotCommitted` if it may not be replaced.
+
+        Args:
+            is_checkpoint: Returns whether an object of this name makes a checkpoint of the prefix,
+                as the index does.
+        """
         check_conditions(self._bucket, self.url)
         try:
-            _, found = self._bucket.list_folder(self._key(""))
-            names = {one.key.rpartition("/")[2]: one for one in found}
-            index = names.get(self.index)
-            # What a list says of an object may be older than the object.
-            self._before = None if index is None else self._bucket.head(self._key(self.index)).etag
+            _, objects = self._bucket.list_folder(self._make_key(""))
+            names = {listed.key.rpartition("/")[2] for listed in objects}
+            if self.index in names:
+                # A list may be older than the object itself.
+                self._old_etag = self._bucket.head(self._make_key(self.index)).etag
         except StoreError as error:
-            raise NotCommitted(
-                f"the target cannot be looked at: {error.message}", file=self.url, errno=error.errno
-            ) from None
-        self.there = frozenset(names)
-        if not self._overwrite and (
-            self._before is not None or (counts is not None and any(map(counts, names)))
-        ):
-            raise NotCommitted(
-                "a checkpoint exists there; pass overwrite=True to replace it",
-                file=self.url,
-                errno=errno.EEXIST,
-            )
+            message = f"the target cannot be looked at: {error.message}"
+            raise NotCommitted(message, file=self.url, errno=error.errno) from None
 
-    def write(self, name: str, nbytes: int, write: Write) -> None:
-        """Write one object, of those that nobody finds without the index."""
-        key = self._key(name)
-        self.expect([name])
+        self.existing_names = frozenset(names)
+        if self._overwrite:
+            return
+        has_checkpoint = self._old_etag is not None
+        if is_checkpoint is not None:
+            has_checkpoint = has_checkpoint or any(map(is_checkpoint, names))
+        if has_checkpoint:
+            message = "a checkpoint exists there; pass overwrite=True to replace it"
+            raise NotCommitted(message, file=self.url, errno=errno.EEXIST)
+
+    def write_object(self, name: str, nbytes: int, write: WriteContent) -> None:
+        """Upload an object that readers do not find without the index."""
+        key = self._make_key(name)
+        self.add_new_names([name])
         try:
             with self._bucket.open_upload(
-                key, nbytes, attributes=None, parts_at_once=self._parts
+                key, nbytes, attributes=None, parts_at_once=self._parts_at_once
             ) as upload:
                 write(upload)
         except StoreError as error:
-            raise NotCommitted(
-                f"{error.message}; nothing was published",
-                file=self._bucket.url(key),
-                errno=error.errno,
-            ) from None
+            raise explain_store_failure(error, self._bucket.url(key)) from None
 
-    def expect(self, names: Iterable[str]) -> None:
-        """Names that this save writes, here or on other parts: of those that nobody had before, none stays if it is given up."""
-        self._written += [self._key(name) for name in names if name not in self.there]
+    def add_new_names(self, names: Iterable[str]) -> None:
+        """Note names that this or another rank will write.
+
+        If the save is given up, it deletes those of them that did not exist before.
+        """
+        for name in names:
+            if name not in self.existing_names:
+                self._new_keys.append(self._make_key(name))
 
     def commit(self, index: bytes, attributes: Mapping[str, str] | None = None) -> None:
-        """Publish, with what the object says of itself. Raises `NotCommitted` where another save was faster, `DurabilityUncertain`
-        where nobody can say."""
-        key, before = self._key(self.index), self._before
-        self.revocable = False
+        """Publish the save: put the index, if the old one is still there.
 
-        def is_mine() -> bool | None:
+        A crash before the put leaves the old checkpoint, a crash after it the new one.
+
+        Args:
+            index: The content of the index.
+            attributes: The attributes of its object.
+
+        Raises:
+            NotCommitted: Another save was faster.
+            DurabilityUncertain: It is unknown whether the index was put.
+        """
+        key = self._make_key(self.index)
+        old_etag = self._old_etag
+        self.is_known_unpublished = False
+
+        def find_owner() -> Owner:
             try:
-                there = self._bucket.get_object(key, max(len(index), 1) + (1 << 20))
+                content = self._bucket.get_object(key, max(len(index), 1) + (1 << 20))
             except LimitExceeded:
-                return False  # longer than ours
-            return (
-                True
-                if bytes(there.data) == index
-                else None
-                if there.metadata.etag == before
-                else False
-            )
+                # It is longer than the index of this save.
+                return "another"
+            if bytes(content.data) == index:
+                return "ours"
+            return "nobody" if content.metadata.etag == old_etag else "another"
+
+        def fail_lost() -> HoldfastError:
+            self.is_known_unpublished = True
+            return make_lost_error(self.url)
 
         put = partial(
             self._bucket.put,
             key,
             index,
-            create=before is None,
-            if_match=before,
+            create=old_etag is None,
+            if_match=old_etag,
             attributes=attributes,
         )
-        unsure = put_surely(put, is_mine, self._lost)
-        if unsure is not None:
-            message = f"nobody can say whether the save was published ({unsure}); its objects were left there. Open it to see"
-            raise DurabilityUncertain(f"{message}, or save again", file=self.url)
+        failure_message = put_and_confirm(put, find_owner, fail_lost)
+        if failure_message is not None:
+            message = (
+                f"nobody can say whether the save was published ({failure_message}); its objects "
+                "were left there. Open it to see, or save again"
+            )
+            raise DurabilityUncertain(message, file=self.url)
 
-    def _lost(self) -> HoldfastError:
-        self.revocable = True
-        return another_first(self.url)
-
-    def copy(self, name: str, key: str) -> None:
-        """Have the store copy an object of the same bucket."""
-        self.expect([name])
+    def copy_object(self, name: str, source_key: str) -> None:
+        """Let the store copy an object of the same bucket to a name of this save."""
+        self.add_new_names([name])
         try:
-            self._bucket.copy(key, self._key(name))
+            self._bucket.copy(source_key, self._make_key(name))
         except StoreError as error:
-            raise NotCommitted(
-                f"{error.message}; nothing was published",
-                file=self._bucket.url(key),
-                errno=error.errno,
-            ) from None
+            raise explain_store_failure(error, self._bucket.url(source_key)) from None
 
-    def claimed(self) -> AbstractContextManager[None]:
-        """Have the place alone, for a save whose names another would write as well. Raises `NotCommitted` where one does."""
+    def exclusive_place(self) -> AbstractContextManager[None]:
+        """Hold the prefix while a copy writes names that another copy would write as well.
+
+        Entering raises `NotCommitted` if another copy holds it.
+        """
         busy = "another copy to this place is under way, or one was cut off"
-        return claimed(self._bucket, self._key(CLAIM), self.url, busy=busy, force=self._overwrite)
+        claim_key = self._make_key(COPY_CLAIM)
+        return exclusive_claim(
+            self._bucket, claim_key, self.url, busy=busy, takes_over=self._overwrite
+        )
 
     def withdraw_index(self, index: str) -> None:
         """Withdraw the old index before files that it names are overwritten.
 
-        From now on there is no checkpoint, until this one is published. Files of weights open
-        without an index as well, and would be a mixture of both. Their index is not deleted but
-        names a file that is not there, so that every reader refuses the folder.
+        From now on there is no checkpoint, until this save is published. Files of weights open
+        without an index as well, and would be a mixture of old and new ones. So their index is not
+        deleted. It is replaced by one that names a missing file, and every reader refuses the
+        folder.
+
+        Args:
+            index: The name of the old index.
         """
-        key = self._key(index)
+        key = self._make_key(index)
         etag = None
-        if index.endswith(WEIGHTS_INDEX):
-            suffix = os.path.splitext(index.removesuffix(WEIGHTS_INDEX))[1]
-            weight_map = {"": f"holdfast-copy-is-not-finished{suffix}"}
+        if index.endswith(WEIGHTS_INDEX_SUFFIX):
+            weights_suffix = os.path.splitext(index.removesuffix(WEIGHTS_INDEX_SUFFIX))[1]
+            weight_map = {"": f"holdfast-copy-is-not-finished{weights_suffix}"}
             try:
                 etag = self._bucket.put(key, json.dumps({"weight_map": weight_map}).encode())
             except StoreError as error:
-                message = f"{error.message}; nothing was published"
-                raise NotCommitted(message, file=self._bucket.url(key), errno=error.errno) from None
+                raise explain_store_failure(error, self._bucket.url(key)) from None
         else:
             self._bucket.delete([key])
-            self.there -= {index}
+            self.existing_names -= {index}
         if index == self.index:
-            self._before = etag
+            self._old_etag = etag
 
     def give_up(self) -> None:
-        """Remove what was written, unless it is published or may be. What cannot be removed now is left to the sweep of the run."""
-        if not self.revocable:
+        """Delete the new objects, unless the save is or may be published.
+
+        What cannot be deleted now is left to the sweep of the run.
+        """
+        if not self.is_known_unpublished:
             return
         with suppress(HoldfastError):
-            self._bucket.delete(self._written)
-        self._written.clear()
+            self._bucket.delete(self._new_keys)
+        self._new_keys.clear()
 
-    def dismiss(self, names: Iterable[str]) -> None:
-        """Remove what was written under hidden names, when it was copied to its own."""
-        keys = {self._key(name) for name in names}
+    def remove_hidden(self, names: Iterable[str]) -> None:
+        """Delete objects with hidden names after they were copied to their own names."""
+        keys = {self._make_key(name) for name in names}
         with suppress(HoldfastError):
             self._bucket.delete(sorted(keys))
-        self._written = [key for key in self._written if key not in keys]
+        self._new_keys = [key for key in self._new_keys if key not in keys]
 
-    def remove(self, names: Sequence[str]) -> None:
-        """Remove objects of what was replaced; whoever reads them gets an error from now on."""
-        keep = set(self._written)
+    def remove_replaced(self, names: Sequence[str]) -> None:
+        """Delete objects of the old checkpoint. Readers that still have it open get errors."""
+        keys = {self._make_key(name) for name in names}
         with suppress(HoldfastError):
-            self._bucket.delete([key for key in map(self._key, names) if key not in keep])
+            self._bucket.delete(sorted(keys.difference(self._new_keys)))
 
-    def _key(self, name: str) -> str:
+    def _make_key(self, name: str) -> str:
+        """Return the key of a name below the prefix."""
         return f"{self.url.key}/{name}" if self.url.key else name
 
 
 class ObjectSave:
-    AT_ONCE: Final = (
-        64 << 20
-    )  # Up to this length the object is put by one request, which may have a condition.
+    """A save of a single object. Its put, or the end of its upload, publishes it."""
 
-    def __init__(self, url: Url, *, overwrite: bool, parts: int | None = None) -> None:
+    MAX_PUT_NBYTES: Final = 64 << 20
+    """The size up to which an object is put by one request, which may have a condition."""
+
+    def __init__(self, url: Url, *, overwrite: bool, parts_at_once: int | None = None) -> None:
+        """Prepare the save. No request is sent yet.
+
+        Args:
+            url: The object.
+            overwrite: Whether an existing object may be replaced.
+            parts_at_once: How many parts of an upload are sent at once.
+        """
         self.url = url
         self._overwrite = overwrite
-        self._parts = parts
+        self._parts_at_once = parts_at_once
         self._bucket = get_bucket(url)
-        self._id = make_save_id()
+        self._save_id = make_save_id()
 
-    def begin(self) -> None:
-        """Look at what is there. Raises `NotCommitted` where it may not be replaced."""
+    def check_existing(self) -> None:
+        """Find out what is there, and raise `NotCommitted` if it may not be replaced."""
         if not self._overwrite:
             check_conditions(self._bucket, self.url)
         try:
+            # A name without a suffix could be a folder.
             if not self.url.has_suffix and any(self._bucket.list_folder(self.url.key)):
-                raise NotCommitted(
-                    "there are objects below this name, which is a folder's; give another",
-                    file=self.url,
-                    errno=errno.EISDIR,
-                )
+                message = "there are objects below this name, which is a folder's; give another"
+                raise NotCommitted(message, file=self.url, errno=errno.EISDIR)
             self._bucket.head(self.url.key)
         except StoreError as error:
             if error.errno != errno.ENOENT:
-                raise NotCommitted(
-                    f"the target cannot be looked at: {error.message}",
-                    file=self.url,
-                    errno=error.errno,
-                ) from None
+                message = f"the target cannot be looked at: {error.message}"
+                raise NotCommitted(message, file=self.url, errno=error.errno) from None
             return
-        if self._overwrite:
-            return
-        raise NotCommitted(
-            "the object exists; pass overwrite=True to replace it",
-            file=self.url,
-            errno=errno.EEXIST,
-        )
+        if not self._overwrite:
+            message = "the object exists; pass overwrite=True to replace it"
+            raise NotCommitted(message, file=self.url, errno=errno.EEXIST)
 
-    def copy(self, key: str) -> None:
+    def copy_object(self, source_key: str) -> None:
+        """Publish a copy of another object of the bucket. The store copies it."""
         try:
-            with self._last_look():
-                self._bucket.copy(key, self.url.key)
+            with self._exclusive_name():
+                self._bucket.copy(source_key, self.url.key)
         except StoreError as error:
-            raise NotCommitted(
-                f"{error.message}; nothing was published", file=self.url, errno=error.errno
-            ) from None
+            raise explain_store_failure(error, self.url) from None
 
     def write(
         self,
         nbytes: int,
-        write: Write,
-        before_commit: Callable[[], None],
+        write: WriteContent,
+        before_publish: Callable[[], None],
         *,
         check_content: Callable[[bytes], None] | None,
         check_object: Callable[[], None],
     ) -> None:
-        """Write and publish an object.
+        """Write and publish the object.
 
-        Without `overwrite`, a short object is put with a condition; a long one is an upload in
+        Without `overwrite`, a short object is put with a condition. A long one is an upload in
         parts, for which S3 has none. So the name is claimed for the moment in which either becomes
-        an object.
+        an object. A crash before that leaves what was there, a crash after it the new object.
 
         Args:
             nbytes: The length of the object.
             write: Writes the content to a file.
-            before_commit: Called when everything is written; its errors keep what is there.
+            before_publish: Called when everything is written; its errors keep what is there.
             check_content: Checks a short object before it is put.
             check_object: Checks the published object. Its errors are `DurabilityUncertain`.
         """
-        attributes: Mapping[str, str] = {SAVE: self._id}
-        if nbytes <= self.AT_ONCE and not (self._overwrite and check_content is None):
-            gathered = io.BytesIO()
-            write(gathered)
-            content = gathered.getvalue()
+        attributes: Mapping[str, str] = {SAVE_ATTRIBUTE: self._save_id}
+        needs_content = not self._overwrite or check_content is not None
+        if nbytes > self.MAX_PUT_NBYTES or not needs_content:
+            self._upload(nbytes, write, before_publish, attributes)
+        else:
+            buffer = io.BytesIO()
+            write(buffer)
+            content = buffer.getvalue()
             if check_content is not None:
                 check_content(content)
             if self._overwrite:
                 self._upload(
-                    nbytes, lambda upload: upload.write(content), before_commit, attributes
+                    nbytes, lambda upload: upload.write(content), before_publish, attributes
                 )
             else:
-                before_commit()
-                with self._last_look():
+                before_publish()
+                with self._exclusive_name():
                     self._create(content, attributes)
-        else:
-            self._upload(nbytes, write, before_commit, attributes)
+
         try:
             check_object()
         except NotCommitted:
@@ -432,66 +540,79 @@ class ObjectSave:
             )
             raise DurabilityUncertain(message, file=self.url) from None
         except HoldfastError as error:
-            raise DurabilityUncertain(
-                f"the object is there, and cannot be read back: {error.message}", file=self.url
-            ) from None
+            message = f"the object is there, and cannot be read back: {error.message}"
+            raise DurabilityUncertain(message, file=self.url) from None
 
     def _upload(
         self,
         nbytes: int,
-        write: Write,
-        before_commit: Callable[[], None],
+        write: WriteContent,
+        before_publish: Callable[[], None],
         attributes: Mapping[str, str],
     ) -> None:
-        with ExitStack() as held:
+        """Upload the object in parts. The end of the upload publishes it."""
+        with ExitStack() as claim_stack:
             try:
                 with self._bucket.open_upload(
-                    self.url.key, nbytes, attributes=attributes, parts_at_once=self._parts
+                    self.url.key,
+                    nbytes,
+                    attributes=attributes,
+                    parts_at_once=self._parts_at_once,
                 ) as upload:
                     write(upload)
-                    before_commit()
-                    held.enter_context(self._last_look())
+                    before_publish()
+                    # The claim is held beyond the end of the upload, which creates the object.
+                    claim_stack.enter_context(self._exclusive_name())
             except StoreError as error:
+                # Reading the source may fail as well.
                 if error.file != self._bucket.url(self.url.key):
                     raise
-                self._uncertain(error)
+                self._explain_failed_upload(error)
 
     @contextmanager
-    def _last_look(self) -> Iterator[None]:
-        """Have the name alone while it is published, and nothing there. With `overwrite`, nothing is asked."""
+    def _exclusive_name(self) -> Iterator[None]:
+        """Hold the name while the object is published, and check that nothing has it yet.
+
+        With `overwrite` nothing is claimed or checked.
+        """
         if self._overwrite:
             yield
             return
         folder, slash, name = self.url.key.rpartition("/")
+        claim_key = f"{folder}{slash}.{name}.{NO_SAVE_ID}.tmp"
         busy = "another save to the same place is being published, or one was cut off while it was"
-        with claimed(self._bucket, f"{folder}{slash}.{name}.{NOBODY}.tmp", self.url, busy=busy):
-            self.begin()
+        with exclusive_claim(self._bucket, claim_key, self.url, busy=busy):
+            self.check_existing()
             yield
 
     def _create(self, content: bytes, attributes: Mapping[str, str]) -> None:
-        def is_mine() -> bool:
-            return self._bucket.get_range(self.url.key, 0, 1).attributes.get(SAVE) == self._id
+        """Put the object, which must not exist yet."""
+
+        def find_owner() -> Owner:
+            existing = self._bucket.get_range(self.url.key, 0, 1)
+            is_ours = existing.attributes.get(SAVE_ATTRIBUTE) == self._save_id
+            return "ours" if is_ours else "another"
 
         put = partial(self._bucket.put, self.url.key, content, create=True, attributes=attributes)
-        unsure = put_surely(put, is_mine, lambda: another_first(self.url))
-        if unsure is not None:
+        failure_message = put_and_confirm(put, find_owner, partial(make_lost_error, self.url))
+        if failure_message is not None:
             raise DurabilityUncertain(
-                f"nobody can say whether the object was written ({unsure}); look at it",
+                f"nobody can say whether the object was written ({failure_message}); look at it",
                 file=self.url,
             )
 
-    def _uncertain(self, error: StoreError) -> None:
-        """An upload that failed at its end may be there all the same: look, and say so."""
+    def _explain_failed_upload(self, error: StoreError) -> None:
+        """Find out what a failed upload has left, and raise the error for it.
+
+        Returns if the object of this save is there: then only the answer was lost.
+        """
         try:
-            there = self._bucket.get_range(self.url.key, 0, 1)
-        except StoreError as second:
-            if second.errno == errno.ENOENT:
-                raise NotCommitted(
-                    f"{error.message}; nothing was published", file=self.url, errno=error.errno
-                ) from None
+            existing = self._bucket.get_range(self.url.key, 0, 1)
+        except StoreError as second_error:
+            if second_error.errno == errno.ENOENT:
+                raise explain_store_failure(error, self.url) from None
             message = f"nobody can say whether the object was written ({error.message}); look at it"
             raise DurabilityUncertain(message, file=self.url) from None
-        if there.attributes.get(SAVE) != self._id:
-            raise NotCommitted(
-                f"{error.message}; what was there is there still", file=self.url, errno=error.errno
-            ) from None
+        if existing.attributes.get(SAVE_ATTRIBUTE) != self._save_id:
+            message = f"{error.message}; what was there is there still"
+            raise NotCommitted(message, file=self.url, errno=error.errno) from None

@@ -1,38 +1,36 @@
-"""A file, and a folder of files, on a file system that all ranks see: hidden beside their name until the rename.
+"""Targets on a file system: one file, or a folder of files, hidden until a rename publishes them.
 
-**Finished files of a conversion that was interrupted** are kept for the next try. With `resume=True` each data file is first
-finished, flushed and published in a hidden folder beside the target, with a receipt of its checksums; then all of them are linked
-into the transaction. The next try finds that folder by its name, a hash of everything that decides the bytes: the layout, and the
-source files with their lengths, times and recorded checksums. A file is taken over only if its bytes have the checksums of its
-receipt.
+    rank 0                                        other ranks
+    FileTarget    creates .out.<random>.tmp       JoinedFile      writes ranges of it
+    FolderTarget  creates .out.<random>.tmp/      JoinedFolder    creates and writes files in it
+    FolderTarget  with a resume folder            JoinedResumeFolder    finishes files in that folder
+
+All ranks must see the same file system. Each rank syncs the files that it wrote. Then the first rank
+checks that all of them are there, writes the index, and renames the hidden file or folder
+(`engine/commit/transactions` describes these steps and what a crash leaves). With `resume=True`
+files are finished in a folder that survives a crash (`resume_folder`).
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from types import TracebackType
 from typing import Self
 
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import Store
-from holdfast.core.strict_json import parse
 from holdfast.core.value import replace
 from holdfast.engine.commit.new_file import NewFile, link_or_copy_file
 from holdfast.engine.commit.target import not_committed_on_error
-from holdfast.engine.commit.temporaries import MAX_ATTEMPTS, LockedEntry, try_lock
-from holdfast.engine.commit.transactions import (
-    DirectoryTransaction,
-    FileTransaction,
-    replace_file,
-)
-from holdfast.engine.saves import Data, FilePlan, Gathered, LinkedFile, Literal, SavePlan
+from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
+from holdfast.engine.saves import FilePlan, LinkedFile, SavePlan
 from holdfast.engine.stream import Writer
+from holdfast.engine.targets.resume_folder import ResumeFolder, make_resume_path
 from holdfast.engine.targets.target import DeliveredFile, SaveContext, Target, WriteFile
 from holdfast.engine.write import (
     FileSums,
@@ -40,472 +38,429 @@ from holdfast.engine.write import (
     check_source,
     check_written,
     finish_file,
-    read_file_crcs,
     write_file,
     write_range,
 )
-from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
-from holdfast.stores.files import Files, make_parents, read_all, system_files
+from holdfast.errors import NotCommitted
+from holdfast.stores.files import Files, make_parents, system_files
 from holdfast.stores.local import DescriptorStore, LocalStore
-from holdfast.stores.virtual import tensor_stamp
-
-RECEIPT = ".receipt"
 
 
-def fingerprint(plan: SavePlan) -> str:
-    """A hash of what decides the bytes of a save."""
-    lines: list[object] = [plan.format]
-    for file in plan.files:
-        lines.append([file.key, file.nbytes])
-        for segment in file.segments:
-            if isinstance(segment, Literal):
-                lines.append(hashlib.blake2b(segment.data, digest_size=8).hexdigest())
-            elif isinstance(segment, Data):
-                lines.append([segment.label, tensor_stamp(segment.tensor)])
-            elif isinstance(segment, Gathered):
-                tensors = zip(segment.labels, segment.tensors(), strict=True)
-                lines += [[label, tensor_stamp(tensor)] for label, tensor in tensors]
-    return hashlib.blake2b(json.dumps(lines).encode(), digest_size=8).hexdigest()
+def _write_and_check(
+    file: FilePlan, new_file: NewFile, path: str, context: SaveContext
+) -> Mapping[str, int]:
+    """Write a whole file. Check that the source did not change, and read the file back if wanted.
 
+    Args:
+        file: What to write.
+        new_file: The open, empty file.
+        path: The target of the save, for messages.
+        context: How it is written. The checksums of the file are added to it.
 
-def staging_path(target: str, plan: SavePlan) -> str:
-    parent, name = os.path.split(os.path.abspath(target.rstrip("/")))
-    return os.path.join(parent, f".{name}.{fingerprint(plan)}.part")
-
-
-BUSY = "another process is writing to this target with resume=True; wait until it is done, or write elsewhere"
-
-
-class Staging:
-    """The folder of finished files. The part that publishes holds its lock, so that no other save takes it.
-
-    Nothing that happens here changes the target, so every failure is `NotCommitted`.
+    Returns:
+        The CRC-32 of each piece of data, by its label.
     """
-
-    def __init__(
-        self, folder: str, target: str, *, durable: bool, is_joined: bool = False, files: Files | None = None
-    ) -> None:  # fmt: skip
-        """Open the folder and make it if it is not there; `is_joined` on a part that did not make it."""
-        self._files: Files = files or system_files()
-        self._parent, self._name = os.path.split(folder)
-        self._target = target
-        self._durable = durable
-        with not_committed_on_error("opening the folder for finished files", target):
-            self._at = self._files.open_directory(self._parent)
-            try:
-                self._folder = (
-                    LockedEntry.open_directory(self._files, self._name, dir_fd=self._at)
-                    if is_joined
-                    else self._claim()
-                )
-            except BaseException:
-                with suppress(OSError):
-                    self._files.close(self._at)
-                raise
-
-    def _claim(self) -> LockedEntry:
-        """Open and lock the folder. Raises `NotCommitted` if another process has it."""
-        for _ in range(MAX_ATTEMPTS):
-            with suppress(FileExistsError):
-                self._files.mkdir(self._name, dir_fd=self._at, private=True)
-            # Whoever had it may publish and remove it now, between any two of these calls.
-            try:
-                folder = LockedEntry.open_directory(self._files, self._name, dir_fd=self._at)
-            except FileNotFoundError:
-                continue
-            try:
-                if not try_lock(self._files, folder.descriptor):
-                    raise NotCommitted(BUSY, file=self._target, errno=errno.EBUSY)
-                if folder.is_in_place():
-                    return folder
-            except BaseException:
-                with suppress(OSError):
-                    folder.close()
-                raise
-            folder.close()
-        raise OSError(errno.EAGAIN, f"other processes removed it {MAX_ATTEMPTS} times")
-
-    def put(
-        self, file: FilePlan, write: Callable[[FilePlan, NewFile], Mapping[str, int]]
-    ) -> Mapping[str, int]:
-        """Return the checksums of a file: of one that an earlier try finished, or of one that `write` makes now."""
-        with not_committed_on_error("looking for a finished file", self._target):
-            recorded = self._finished(file)
-        if recorded is not None:
-            return recorded
-        path = self._path(file.key)
-        try:
-            with FileTransaction(path, durable=self._durable, files=self._files) as single:
-                crcs = dict(write(file, single.file))
-                single.commit()
-            receipt = json.dumps(crcs).encode()
-            replace_file(path + RECEIPT, receipt, durable=self._durable, files=self._files)
-        except DurabilityUncertain as error:
-            # It says that a file is in place. That is the staged one, and not the target.
-            raise NotCommitted(
-                f"a finished file could not be kept for the next try: {error.message}; "
-                "nothing changed at the target",
-                file=self._target,
-                errno=error.errno,
-            ) from error.__cause__
-        return crcs
-
-    def adopt(self, folder: DirectoryTransaction, key: str) -> None:
-        """Give a finished file a second name inside the transaction."""
-        folder.link_finished(key, f"../{self._name}/{key}")
-
-    def close(self) -> None:
-        """Leave the folder for the next try."""
-        with suppress(OSError):
-            self._folder.close()
-        with suppress(OSError):
-            self._files.close(self._at)
-
-    def remove(self) -> None:
-        """Remove the folder; its files live on under the names that the transaction gave them.
-
-        What cannot be removed stays there. The target is complete, and does not need it.
-        """
-        with suppress(OSError):
-            for name in self._files.list(self._folder.descriptor):
-                with suppress(OSError):
-                    self._files.unlink(name, dir_fd=self._folder.descriptor)
-            self._files.rmdir(self._name, dir_fd=self._at)
-
-    def _path(self, key: str) -> str:
-        return os.path.join(self._parent, self._name, key)
-
-    def _finished(self, file: FilePlan) -> Mapping[str, int] | None:
-        found = self._files.stat(file.key, dir_fd=self._folder.descriptor)
-        if found is None or found.kind != "file" or found.nbytes != file.nbytes:
-            return None
-        try:
-            name = file.key + RECEIPT
-            entry = self._files.stat(name, dir_fd=self._folder.descriptor)
-            receipt = read_all(
-                self._files,
-                name,
-                entry,
-                dir_fd=self._folder.descriptor,
-                max_nbytes=DEFAULTS.index_nbytes,
-            )
-            recorded = None if receipt is None else parse(receipt, DEFAULTS)
-        except HoldfastError:
-            return None
-        descriptor = self._files.open(file.key, dir_fd=self._folder.descriptor)
-        try:
-            crcs = read_file_crcs(file, descriptor)
-        finally:
-            self._files.close(descriptor)
-        return crcs if crcs == recorded else None
-
-
-def _fill(file: FilePlan, how: SaveContext, sink: NewFile, path: str) -> Mapping[str, int]:
-    """Write a file, sure of what was read and, where that is wanted, of what was written."""
     receipt = write_file(
         file,
-        sink,
-        crcs=how.crcs,
-        threads=how.threads,
-        progress=how.progress,
-        block=how.block_nbytes,
+        new_file,
+        crcs=context.crcs,
+        threads=context.threads,
+        progress=context.progress,
+        block=context.block_nbytes,
     )
-    how.crcs.update(receipt.crcs)
-    check_source(file, how.crcs)
-    if how.read_back:
+    context.crcs.update(receipt.crcs)
+    check_source(file, context.crcs)
+    if context.read_back:
         check_written(
-            file, sink.descriptor, how.crcs, path=path, blocks=receipt.blocks, threads=how.threads
+            file,
+            new_file.descriptor,
+            context.crcs,
+            path=path,
+            blocks=receipt.blocks,
+            threads=context.threads,
         )
-    sink.is_complete = True
+    new_file.is_complete = True
     return receipt.crcs
 
 
-def _fill_part(
-    file: FilePlan, part: tuple[int, int], how: SaveContext, sink: NewFile, path: str
+def _write_and_check_range(
+    file: FilePlan,
+    byte_range: tuple[int, int],
+    new_file: NewFile,
+    path: str,
+    context: SaveContext,
 ) -> FileSums:
-    written = write_range(
-        file, sink, part, threads=how.threads, progress=how.progress, block=how.block_nbytes
+    """Write the blocks that start in a range of a shared file, and read them back if wanted."""
+    sums = write_range(
+        file,
+        new_file,
+        byte_range,
+        threads=context.threads,
+        progress=context.progress,
+        block=context.block_nbytes,
     )
-    if how.read_back:
-        check_range(file, sink.descriptor, written, path=path, threads=how.threads)
-    return written
+    if context.read_back:
+        check_range(file, new_file.descriptor, sums, path=path, threads=context.threads)
+    return sums
 
 
-class FirstTarget(Target):
-    """A file or a folder of files, on the part that makes it."""
+class FirstRankTarget(Target):
+    """A file or a folder on the rank that creates and publishes it."""
 
     can_split_files = True
     path: str
 
-    def _shared_file(self, key: str) -> NewFile:
-        """Return a file that several parts write."""
+    def _get_shared_file(self, key: str) -> NewFile:
+        """Return an open file that several ranks write."""
         raise NotImplementedError
 
-    def write_range_of(self, file: FilePlan, part: tuple[int, int], how: SaveContext) -> FileSums:
-        return _fill_part(file, part, how, self._shared_file(file.key), self.path)
+    def write_range_of(
+        self, file: FilePlan, byte_range: tuple[int, int], context: SaveContext
+    ) -> FileSums:
+        new_file = self._get_shared_file(file.key)
+        return _write_and_check_range(file, byte_range, new_file, self.path, context)
 
-    def finish_shared_file(self, file: FilePlan, written: FileSums, how: SaveContext) -> None:
-        made = self._shared_file(file.key)
-        how.crcs.update(finish_file(file, made, written, crcs=how.crcs, progress=how.progress).crcs)
-        check_source(file, how.crcs)
-        made.is_complete = True
+    def finish_shared_file(self, file: FilePlan, sums: FileSums, context: SaveContext) -> None:
+        new_file = self._get_shared_file(file.key)
+        receipt = finish_file(file, new_file, sums, crcs=context.crcs, progress=context.progress)
+        context.crcs.update(receipt.crcs)
+        check_source(file, context.crcs)
+        new_file.is_complete = True
 
 
-class FileTarget(FileTransaction, FirstTarget):
-    """One file, on the part that makes it."""
+class FileTarget(FileTransaction, FirstRankTarget):
+    """A single file, on the rank that creates it.
+
+    The `with` block is that of the transaction: it creates the hidden file, and removes it if it was
+    not published.
+    """
 
     @property
     def join_name(self) -> str:
         return self.hidden_path
 
-    def _shared_file(self, key: str) -> NewFile:
+    def _get_shared_file(self, key: str) -> NewFile:
         return self.file
 
     def create_shared_file(self, file: FilePlan) -> None:
+        # The transaction has created it.
         self.file.allocate(file.nbytes)
 
     def needs_first_rank(self, file: FilePlan) -> bool:
-        return True  # it is made already
+        # The hidden file is open here already.
+        return True
 
     def prepare_file(self, file: FilePlan) -> WriteFile:
-        return lambda how: _fill(file, how, self.file, self.path)
+        return partial(_write_and_check, file, self.file, self.path)
 
     def open_unpublished(self) -> Store:
         return DescriptorStore(self.file.descriptor, name=self.path)
 
     def publish(
-        self, index: Sequence[FilePlan], how: SaveContext, others: Iterable[DeliveredFile] = ()
+        self,
+        index: Sequence[FilePlan],
+        context: SaveContext,
+        delivered: Iterable[DeliveredFile] = (),
     ) -> None:
-        if how.check_opens is not None:
-            self.check_opens(how)
-        how.before_publish()
-        self.commit(how.before_rename)
+        if context.check_opens is not None:
+            self.check_opens(context)
+        context.before_publish()
+        self.commit(context.before_rename)
 
 
-class AtEnd:
-    def __init__(self, out: NewFile) -> None:
-        self._out, self._nbytes = out, 0
+class AppendingWriter:
+    """Writes to a new file from front to back."""
+
+    def __init__(self, new_file: NewFile) -> None:
+        self._new_file = new_file
+        self._offset = 0
 
     def write(self, data: bytes | memoryview, /) -> None:
-        self._out.write(self._nbytes, data)
-        self._nbytes += memoryview(data).nbytes
+        self._new_file.write(self._offset, data)
+        self._offset += memoryview(data).nbytes
 
 
 class JoinedFolder(Target):
-    """The hidden folder, or one that is there, on a part that did not make it."""
+    """A folder on a rank that did not create it. It creates, writes and syncs files in it.
+
+    The folder is usually the hidden one of the first rank, but may be any existing folder.
+    """
 
     def __init__(self, folder: str, *, path: str, durable: bool) -> None:
-        self._name, self._path, self._durable = folder, path, durable
-        self._system = system_files()
-        self._open: int | None = None
-        self._made: list[NewFile] = []
+        """Prepare the target. The folder is opened when it is needed.
+
+        Args:
+            folder: The path of the folder.
+            path: The target of the save, for messages.
+            durable: Whether to sync the files.
+        """
+        self._folder = folder
+        self._path = path
+        self._durable = durable
+        self._files = system_files()
+        self._open_dir_fd: int | None = None
+        self._new_files: list[NewFile] = []
 
     @property
-    def _folder(self) -> int:
-        if self._open is None:
+    def _dir_fd(self) -> int:
+        """The descriptor of the folder."""
+        if self._open_dir_fd is None:
             with not_committed_on_error("opening the folder", self._path):
-                self._open = self._system.open_directory(self._name)
-        return self._open
+                self._open_dir_fd = self._files.open_directory(self._folder)
+        return self._open_dir_fd
 
-    def _label(self, key: str) -> str:
+    def _describe_path(self, key: str) -> str:
+        """Return what error messages call a file."""
         return f"{self._path}/{key}"
 
     def _create(self, key: str) -> NewFile:
-        label = self._label(key)
-        with not_committed_on_error("creating a file", label):
-            made = NewFile(
-                self._system,
-                self._system.create(key, dir_fd=self._folder),
-                path=label,
-                durable=self._durable,
-            )
-        self._made.append(made)
-        return made
+        path = self._describe_path(key)
+        with not_committed_on_error("creating a file", path):
+            descriptor = self._files.create(key, dir_fd=self._dir_fd)
+            new_file = NewFile(self._files, descriptor, path=path, durable=self._durable)
+        self._new_files.append(new_file)
+        return new_file
 
-    def write_range_of(self, file: FilePlan, part: tuple[int, int], how: SaveContext) -> FileSums:
-        label = self._label(file.key)
-        with not_committed_on_error("opening a file of the first rank", label):
-            shared = NewFile(
-                self._system,
-                self._system.open_shared(file.key, dir_fd=self._folder),
-                path=label,
-                durable=self._durable,
-            )
-        self._made.append(shared)
-        shared.begin_writeback()
-        written = _fill_part(file, part, how, shared, self._path)
-        shared.finish()
-        return written
+    def write_range_of(
+        self, file: FilePlan, byte_range: tuple[int, int], context: SaveContext
+    ) -> FileSums:
+        path = self._describe_path(file.key)
+        with not_committed_on_error("opening a file of the first rank", path):
+            descriptor = self._files.open_shared(file.key, dir_fd=self._dir_fd)
+            shared_file = NewFile(self._files, descriptor, path=path, durable=self._durable)
+        self._new_files.append(shared_file)
+        shared_file.begin_writeback()
+        sums = _write_and_check_range(file, byte_range, shared_file, self._path, context)
+        shared_file.finish()
+        return sums
 
     def prepare_file(self, file: FilePlan) -> WriteFile:
-        made = self._create(file.key)
+        new_file = self._create(file.key)
 
-        def fill(how: SaveContext) -> Mapping[str, int]:
-            crcs = _fill(file, how, made, self._path)
-            made.finish()
+        def write(context: SaveContext) -> Mapping[str, int]:
+            crcs = _write_and_check(file, new_file, self._path, context)
+            new_file.finish()
             return crcs
 
-        return fill
+        return write
 
     def stream_file(self, key: str, nbytes: int, write: Callable[[Writer], None]) -> None:
-        made = self._create(key)
-        made.begin_writeback()
-        write(AtEnd(made))
-        made.finish()
+        new_file = self._create(key)
+        new_file.begin_writeback()
+        write(AppendingWriter(new_file))
+        new_file.finish()
 
     def generate_free_names(self, prefix: str, suffix: str) -> Iterator[str]:
-        known, number = set(self._system.list(self._folder)), 0
-        while True:
-            if (key := f"{prefix}{number}{suffix}") not in known:
-                yield key
-            number += 1
+        existing_names = set(self._files.list(self._dir_fd))
+        for file_index in count():
+            name = f"{prefix}{file_index}{suffix}"
+            if name not in existing_names:
+                yield name
 
     def link_file(self, file: LinkedFile) -> bool:
-        label, system = self._label(file.key), self._system
+        path = self._describe_path(file.key)
         with (
-            _base(system, file.folder) as base,
-            not_committed_on_error("taking over a file of the base", label),
+            _open_base(self._files, file.folder) as base_dir_fd,
+            not_committed_on_error("taking over a file of the base", path),
         ):
-            made, linked = link_or_copy_file(
-                system,
+            new_file, is_linked = link_or_copy_file(
+                self._files,
                 file.key,
                 file.nbytes,
-                source_dir_fd=base,
-                dir_fd=self._folder,
-                path=label,
+                source_dir_fd=base_dir_fd,
+                dir_fd=self._dir_fd,
+                path=path,
                 durable=self._durable,
             )
-            made.finish()
-        return linked
+            new_file.finish()
+        return is_linked
 
     def close(self) -> None:
-        for made in self._made:
-            made.close_unfinished()
-        found, self._open = self._open, None
-        if found is not None:
-            self._system.close(found)
+        for new_file in self._new_files:
+            new_file.close_unfinished()
+        dir_fd = self._open_dir_fd
+        self._open_dir_fd = None
+        if dir_fd is not None:
+            self._files.close(dir_fd)
 
 
 class JoinedFile(JoinedFolder):
-    """The hidden file, on a part that did not make it."""
+    """The hidden file of the first rank, on another rank that writes ranges of it."""
 
     def __init__(self, file: str, *, path: str, durable: bool) -> None:
-        folder, self._file = os.path.split(file)
+        """Prepare the target. `file` is the path of the hidden file."""
+        folder, self._file_name = os.path.split(file)
         super().__init__(folder, path=path, durable=durable)
 
-    def _label(self, key: str) -> str:
+    def _describe_path(self, key: str) -> str:
         return self._path
 
-    def write_range_of(self, file: FilePlan, part: tuple[int, int], how: SaveContext) -> FileSums:
-        return super().write_range_of(replace(file, key=self._file), part, how)
+    def write_range_of(
+        self, file: FilePlan, byte_range: tuple[int, int], context: SaveContext
+    ) -> FileSums:
+        # In the plan, the only file has no name.
+        hidden_file = replace(file, key=self._file_name)
+        return super().write_range_of(hidden_file, byte_range, context)
 
 
-class JoinedStaging(Target):
-    """The folder of finished files, on a part that did not make it."""
+class JoinedResumeFolder(Target):
+    """The resume folder of the first rank, on another rank that finishes files in it."""
 
     def __init__(self, folder: str, *, path: str, durable: bool) -> None:
+        """Open the folder.
+
+        Args:
+            folder: The path of the resume folder.
+            path: The target of the save, for messages.
+            durable: Whether to sync the files.
+        """
         self._path = path
-        self._staging = Staging(folder, path, durable=durable, is_joined=True)
+        self._resume_folder = ResumeFolder(folder, path, durable=durable, is_joined=True)
 
     def prepare_file(self, file: FilePlan) -> WriteFile:
-        return partial(_staged, self._staging, file, self._path)
+        return partial(_finish_in_resume_folder, self._resume_folder, file, self._path)
 
     def close(self) -> None:
-        self._staging.close()
+        self._resume_folder.close()
 
 
-def _staged(staging: Staging, file: FilePlan, path: str, how: SaveContext) -> Mapping[str, int]:
-    crcs = staging.put(file, lambda file, sink: _fill(file, how, sink, path))
-    how.crcs.update(crcs)
+def _finish_in_resume_folder(
+    resume_folder: ResumeFolder, file: FilePlan, path: str, context: SaveContext
+) -> Mapping[str, int]:
+    """Write a file into a resume folder, unless it is finished there. Return its checksums."""
+
+    def write(new_file: NewFile) -> Mapping[str, int]:
+        return _write_and_check(file, new_file, path, context)
+
+    crcs = resume_folder.finish_file(file, write)
+    context.crcs.update(crcs)
     return crcs
 
 
-class FolderTarget(FirstTarget):
-    """A folder of files, on the part that makes it. With `resumed`, each file is finished in a folder that outlives a crash
-    (`Staging`), and then linked."""
+class FolderTarget(FirstRankTarget):
+    """A folder of files, on the rank that creates it.
+
+    With a resumed plan, files are first finished in a resume folder. The hidden folder of the target
+    is then created by `publish`, which links them into it.
+    """
 
     def __init__(
-        self, path: str, *, durable: bool, overwrite: bool, is_replaceable: Callable[[str], bool], resumed: SavePlan | None,
-        parents: bool, files: Files | None,
-    ) -> None:  # fmt: skip
+        self,
+        path: str,
+        *,
+        durable: bool,
+        overwrite: bool,
+        is_replaceable: Callable[[str], bool],
+        resumed_plan: SavePlan | None,
+        makes_parents: bool,
+        files: Files | None,
+    ) -> None:
+        """Prepare the target, and open the resume folder if there is a resumed plan.
+
+        Args:
+            path: The folder.
+            durable: Whether to wait for the disk.
+            overwrite: Whether an existing folder may be replaced.
+            is_replaceable: Returns whether a file of this name may be removed with the old folder.
+            resumed_plan: What is saved, if finished files of an earlier attempt are taken over.
+            makes_parents: Whether to create missing folders above it.
+            files: The file system. Tests pass another one.
+        """
         self.path = path
-        self._parents, self._durable = parents, durable
-        self._system = files or system_files()
-        self._shared: dict[str, NewFile] = {}
-        """The files that several parts write."""
-        self._staging_path = "" if resumed is None else staging_path(path, resumed)
-        self._staging = (
-            Staging(self._staging_path, path, durable=durable, files=files)
-            if self._staging_path
-            else None
-        )
-        self.can_split_files = self._staging is None
-        self._staged: list[str] = []
-        self._published = False
-        self._folder = DirectoryTransaction(
+        self._durable = durable
+        self._makes_parents = makes_parents
+        self._files = files or system_files()
+        self._shared_files: dict[str, NewFile] = {}
+        """The files that several ranks write, by their keys."""
+        self._resume_path = ""
+        self._resume_folder: ResumeFolder | None = None
+        self._resumed_keys: list[str] = []
+        """The files that this rank finished in the resume folder."""
+        if resumed_plan is not None:
+            self._resume_path = make_resume_path(path, resumed_plan)
+            self._resume_folder = ResumeFolder(
+                self._resume_path, path, durable=durable, files=files
+            )
+        # The next attempt could not take over a file that is half of another rank.
+        self.can_split_files = self._resume_folder is None
+        self._is_published = False
+        self._transaction = DirectoryTransaction(
             path, durable=durable, overwrite=overwrite, is_replaceable=is_replaceable, files=files
         )
 
     def __enter__(self) -> Self:
-        if self._staging is not None:
-            return self  # the folder is opened when everything is finished
+        if self._resume_folder is not None:
+            # The transaction begins when all files are finished.
+            return self
         try:
-            self._folder.__enter__()
+            self._transaction.__enter__()
         except NotCommitted as error:
-            if not self._parents or error.errno != errno.ENOENT:
+            if not self._makes_parents or error.errno != errno.ENOENT:
                 raise
             with not_committed_on_error("making the folders that lead to it", self.path):
                 make_parents(self.path, durable=self._durable)
-            self._folder.__enter__()
+            self._transaction.__enter__()
         return self
 
     @property
     def join_name(self) -> str:
-        return self._staging_path or self._folder.hidden_path
+        return self._resume_path or self._transaction.hidden_path
 
-    def _shared_file(self, key: str) -> NewFile:
-        return self._shared[key]
+    def _get_shared_file(self, key: str) -> NewFile:
+        return self._shared_files[key]
 
     def create_shared_file(self, file: FilePlan) -> None:
-        made = self._shared[file.key] = self._folder.create(file.key)
-        made.allocate(file.nbytes)
+        new_file = self._transaction.create(file.key)
+        self._shared_files[file.key] = new_file
+        new_file.allocate(file.nbytes)
 
     def link_file(self, file: LinkedFile) -> bool:
-        with _base(self._system, file.folder) as base:
-            return self._folder.link_from_base(file.key, file.nbytes, base_dir_fd=base)
+        with _open_base(self._files, file.folder) as base_dir_fd:
+            return self._transaction.link_from_base(file.key, file.nbytes, base_dir_fd=base_dir_fd)
 
     def prepare_file(self, file: FilePlan) -> WriteFile:
-        if self._staging is None:
-            made = self._folder.create(file.key)
-            return lambda how: _fill(file, how, made, self.path)
-        self._staged.append(file.key)
-        return partial(_staged, self._staging, file, self.path)
+        if self._resume_folder is None:
+            new_file = self._transaction.create(file.key)
+            return partial(_write_and_check, file, new_file, self.path)
+        self._resumed_keys.append(file.key)
+        return partial(_finish_in_resume_folder, self._resume_folder, file, self.path)
 
     def link_existing(self, key: str, path: str) -> None:
-        self._folder.link_finished(key, path)
+        self._transaction.link_finished(key, path)
 
     def open_unpublished(self) -> Store:
-        return LocalStore(self._folder.hidden_path, max_files=DEFAULTS.files)
+        return LocalStore(self._transaction.hidden_path, max_files=DEFAULTS.files)
 
     def publish(
-        self, index: Sequence[FilePlan], how: SaveContext, others: Iterable[DeliveredFile] = ()
+        self,
+        index: Sequence[FilePlan],
+        context: SaveContext,
+        delivered: Iterable[DeliveredFile] = (),
     ) -> None:
-        folder = self._folder
-        if self._staging is not None:
-            folder.__enter__()
-            for key in (*self._staged, *(key for key, _, _ in others)):
-                self._staging.adopt(folder, key)
+        """Collect all files, sync them, write the index, and rename the folder.
+
+        A crash before the rename leaves the old folder and a hidden one, which the next save
+        removes. If there is a resume folder, the next attempt finds its files again.
+        """
+        transaction = self._transaction
+        if self._resume_folder is not None:
+            transaction.__enter__()
+            keys = [*self._resumed_keys, *(file.key for file in delivered)]
+            for key in keys:
+                self._resume_folder.link_into(transaction, key)
         else:
-            for key, nbytes, linked in others:
-                folder.add_from_rank(key, nbytes, is_linked=linked)
-        folder.seal_data()
-        for file in index:
-            _fill(file, how, folder.create(file.key), self.path)
-        if how.check_opens is not None:
-            self.check_opens(how)
-        how.before_publish()
-        folder.commit(how.before_rename)
-        self._published = True
+            for file in delivered:
+                transaction.add_from_rank(file.key, file.nbytes, is_linked=file.is_linked)
+        transaction.seal_data()
+
+        for index_file in index:
+            new_file = transaction.create(index_file.key)
+            _write_and_check(index_file, new_file, self.path, context)
+        if context.check_opens is not None:
+            self.check_opens(context)
+        context.before_publish()
+        transaction.commit(context.before_rename)
+        self._is_published = True
 
     def give_up(self) -> None:
         self.__exit__(None, None, None)
@@ -516,24 +471,27 @@ class FolderTarget(FirstTarget):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        staging, self._staging = self._staging, None
+        """End the transaction. Remove the resume folder if the target was published."""
+        resume_folder = self._resume_folder
+        self._resume_folder = None
         try:
-            self._folder.__exit__(kind, error, trace)
-            if staging is not None and self._published:
-                staging.remove()
+            self._transaction.__exit__(kind, error, trace)
+            if resume_folder is not None and self._is_published:
+                resume_folder.remove()
         finally:
-            if staging is not None:
-                staging.close()
+            if resume_folder is not None:
+                resume_folder.close()
 
 
 @contextmanager
-def _base(files: Files, folder: str) -> Iterator[int]:
+def _open_base(files: Files, folder: str) -> Iterator[int]:
+    """Open the folder of a base checkpoint, and yield its descriptor."""
     with not_committed_on_error("opening the base", folder):
         try:
-            base = files.open_directory(folder)
+            dir_fd = files.open_directory(folder)
         except FileNotFoundError:
-            raise OSError(errno.ESTALE, "the base was removed meanwhile") from None
+            raise OSError(errno.ESTALE, "the base was removed during the save") from None
     try:
-        yield base
+        yield dir_fd
     finally:
-        files.close(base)
+        files.close(dir_fd)

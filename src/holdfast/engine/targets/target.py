@@ -1,12 +1,25 @@
-"""`Target`: where a save goes, and nobody finds it before it is published. A part of a save is a process: one alone, or a rank.
+"""Where a save goes until it is published: a `Target`. Readers find nothing of it before that.
 
-                 a file or a folder (`folder`)                objects (`bucket`)
+Every kind of target has the same life:
 
-unpublished      under a hidden name beside the target        names that carry the id of the save, or hidden ones
-others are sent  the name of the hidden folder                that id
-published        by one rename                                by one put with a condition: of the index, or of the object
-given up         the part that opened it removes it           each part removes its objects, the first one all of the save
-one file         by several parts, each some of its bytes     by one part
+    open        the first rank makes a hidden place               (`make_target`, `with`)
+    join        other ranks find it by its `join_name`            (`join_target`)
+    write       each rank prepares and writes files               (`prepare_file`, `write_range_of`)
+    publish     the first rank makes all of it a checkpoint       (`publish`)
+    give up     what was not published is removed                 (the end of the `with` block)
+
+A process that is alone is the first rank, and nobody joins. The kinds differ in this:
+
+                    files and folders (`folder`)          objects in a bucket (`bucket`)
+    hidden by       a hidden name beside the target       names with the id of the save
+    join_name       the path of the hidden place          the id of the save
+    published by    one rename                            one put with a condition
+    one file by     several ranks, each at its offsets    one rank
+    given up by     the first rank                        every rank for its own objects, and the
+                                                          first rank for all of them
+
+If the first rank dies before it publishes, a hidden file or folder is left to the next save, and
+hidden objects to the sweep of a run.
 """
 
 from __future__ import annotations
@@ -31,113 +44,157 @@ if TYPE_CHECKING:
 
 
 class SaveContext(Value, frozen=True, kw_only=True):
-    crcs: dict[str, int] = field(
-        default_factory=dict
-    )  # Of all data that was written before, by label. Each file adds its own.
+    """How the files of a save are written, and what all of them share."""
+
+    crcs: dict[str, int] = field(default_factory=dict)
+    """The CRC-32 of all data that was written so far, by label. Each file adds its own."""
     threads: int | None = None
+    """How many threads write. None for the default."""
     block_nbytes: int | None = None
+    """How much a thread writes at a time. None for the default."""
     progress: Progress | None = None
     read_back: bool = False
+    """Whether to read every file again and to compare its checksums."""
     check_opens: Callable[[Store], None] | None = None
-    """Opens what was written before it is published; its errors keep what was there. None if the
-    save is not checked."""
-    before_publish: Callable[[], None] = lambda: (
-        None
-    )  # Asked when everything is written: what it raises keeps what was there.
+    """Opens what was written, before it is published. Its errors stop the save. None if the save is
+    not checked."""
+    before_publish: Callable[[], None] = lambda: None
+    """Called when everything is written. Its errors stop the save."""
     before_rename: Callable[[], None] = lambda: None
-    """Called right before a rename replaces what is there; its errors keep that as it was. `last`
-    comes too early for this: the fsync of the new file lies between it and the rename."""
-    attributes: Mapping[str, str] | None = None  # What the object of the index says of itself.
+    """Called right before a rename replaces anything. Its errors stop the save. Between
+    `before_publish` and this lies the fsync of the new file."""
+    attributes: Mapping[str, str] | None = None
+    """In a bucket: the attributes of the index object."""
 
 
 WriteFile = Callable[[SaveContext], Mapping[str, int]]
-"""Writes a file that has its place, now or when it is published; the CRC-32 of each piece of data by its label, if now."""
+"""Writes a file that was prepared, and returns the CRC-32 of each piece of data by its label. It
+returns nothing if the file is written later, by `publish`."""
 
 
 class DeliveredFile(NamedTuple):
+    """A file that another rank has written into the target."""
+
     key: str
     nbytes: int
     is_linked: bool
+    """Whether it was taken over from the base."""
 
 
-def write_later(how: SaveContext) -> Mapping[str, int]:
-    """The `WriteFile` of a file that is written when it is published."""
+def write_later(context: SaveContext) -> Mapping[str, int]:
+    """The `WriteFile` of a file that `publish` writes."""
     return {}
 
 
 class Target:
-    """Where a save goes, as one part sees it. A context manager: the block opens it, and what was not published when it ends is
-    given up."""
+    """Where a save goes, as one rank sees it.
 
-    save_id = ""  # What the names of data files carry: the id of the save; nothing where the whole is published by a rename.
-    can_split_files = False  # Whether several parts may write one file, each some of its bytes.
+    A context manager: the block opens the target on the first rank, and gives up what was not
+    published when it ends. A rank that joined the target calls `close` and `give_up` itself.
+    """
+
+    save_id = ""
+    """The id of the save, which the names of its data files contain. Empty if a rename publishes
+    the whole save."""
+    can_split_files = False
+    """Whether several ranks may write one file, each a range of its bytes."""
 
     @property
     def join_name(self) -> str:
-        """The name by which other parts find the target (`join_target`)."""
+        """The name by which other ranks find this target (`join_target`)."""
         return self.save_id
 
     def link_file(self, file: LinkedFile) -> bool:
-        """Take over a file of the base, now or when it is published; whether by a second name, or where it is, and not by a
-        copy."""
+        """Take over a file of the base.
+
+        Returns:
+            Whether the file is shared with the base. Otherwise it had to be copied.
+        """
         return True
 
     def prepare_file(self, file: FilePlan) -> WriteFile:
-        """Give a file its place, now or when it is published."""
+        """Create a file, and return the function that writes it."""
         return write_later
 
     def needs_first_rank(self, file: FilePlan) -> bool:
-        """Whether the part that publishes writes this file itself, be there others or not."""
+        """Return whether only the first rank can write this file."""
         return False
 
     def create_shared_file(self, file: FilePlan) -> None:
-        """On the first part: make a file that several parts write."""
+        """On the first rank: create a file that several ranks write."""
         raise NotImplementedError
 
-    def write_range_of(self, file: FilePlan, part: tuple[int, int], how: SaveContext) -> FileSums:
-        """Write the blocks of a shared file that begin in this range of its bytes."""
+    def write_range_of(
+        self, file: FilePlan, byte_range: tuple[int, int], context: SaveContext
+    ) -> FileSums:
+        """Write the blocks of a shared file that start in a range of its bytes."""
         raise NotImplementedError
 
-    def finish_shared_file(self, file: FilePlan, written: FileSums, how: SaveContext) -> None:
-        """On the first part: write what depends on checksums, when `written` has what all parts wrote."""
+    def finish_shared_file(self, file: FilePlan, sums: FileSums, context: SaveContext) -> None:
+        """On the first rank: write what depends on checksums into a shared file.
+
+        Args:
+            file: The file.
+            sums: The checksums of what all ranks wrote of it.
+            context: How files are written.
+        """
         raise NotImplementedError
 
     def stream_file(self, key: str, nbytes: int, write: Callable[[Writer], None]) -> None:
-        """Make a file of about so many bytes, which `write` gives from front to back."""
+        """Write a file from front to back.
+
+        Args:
+            key: Its name.
+            nbytes: About how long it will be.
+            write: Writes the content.
+        """
         raise NotImplementedError
 
     def generate_free_names(self, prefix: str, suffix: str) -> Iterator[str]:
-        """Names that no file of the save has."""
+        """Yield names that no file of the save has."""
         raise NotImplementedError
 
     def link_existing(self, key: str, path: str) -> None:
-        """Give a file that was there before, at this path, a second name in the target."""
+        """On the first rank: give an existing file a second name in the target."""
         raise NotImplementedError
 
     def open_unpublished(self) -> Store:
-        """Return a store over everything that was written and is not published yet."""
+        """Return a store of everything that was written and is not published yet."""
         raise NotImplementedError
 
-    def check_opens(self, how: SaveContext) -> None:
-        """On the first part: have what was written opened, if the save is checked."""
-        if how.check_opens is not None:
+    def check_opens(self, context: SaveContext) -> None:
+        """On the first rank: have a reader open what was written, if the save is checked."""
+        if context.check_opens is not None:
             with closing(self.open_unpublished()) as store:
-                how.check_opens(store)
+                context.check_opens(store)
 
     def publish(
-        self, index: Sequence[FilePlan], how: SaveContext, others: Iterable[DeliveredFile] = ()
+        self,
+        index: Sequence[FilePlan],
+        context: SaveContext,
+        delivered: Iterable[DeliveredFile] = (),
     ) -> None:
-        """Make a checkpoint of what this part has, and of what `others` delivered. The last of the index files makes it one."""
+        """On the first rank: make all files a checkpoint, in one visible step.
+
+        Args:
+            index: The index files, which are written last. The last one makes it a checkpoint.
+            context: How files are written, and what is checked before the visible step.
+            delivered: The files that other ranks have written.
+
+        Raises:
+            NotCommitted: Readers find what was there before.
+            DurabilityUncertain: The new checkpoint may be visible, but that is not certain to last.
+        """
         raise NotImplementedError
 
     def close(self) -> None:
-        """Let go of what is open on this part, when all of its files are written."""
+        """Close what this rank has open, after all of its files are written."""
 
     def give_up(self) -> None:
-        """Remove what this part may remove.
+        """Remove what this rank may remove.
 
-        On a part that joined the target, only for a save that is known not to be published. On the
-        part that opened it, at any time: what was published, or may have been, stays.
+        A rank that joined the target may call this only if it knows that the save is not published.
+        The first rank may call it at any time: what was, or may have been, published stays.
         """
 
     def __enter__(self) -> Self:
@@ -153,66 +210,75 @@ class Target:
 
 
 def make_target(
-    path: str, plan: SavePlan, *, overwrite: bool, durable: bool, bucket_names: Callable[[], BucketNames],
-    is_replaceable: Callable[[str], bool], save_id: str = "", upload_parts: int | None = None, resume: bool = False,
-    makes_parents: bool = False, files: Files | None = None, has_other_ranks: bool = False,
-) -> Target:  # fmt: skip
-    """Return the target of a save to a path or a URL, for the part that publishes it. A `with` block opens it.
-
-    Raises `NotCommitted`, here or there, if there may be none.
+    path: str,
+    plan: SavePlan,
+    *,
+    overwrite: bool,
+    durable: bool,
+    bucket_names: Callable[[], BucketNames],
+    is_replaceable: Callable[[str], bool],
+    save_id: str = "",
+    parts_at_once: int | None = None,
+    resume: bool = False,
+    makes_parents: bool = False,
+    files: Files | None = None,
+    has_other_ranks: bool = False,
+) -> Target:
+    """Return the target of a save to a path or a URL, for the first rank. A `with` block opens it.
 
     Args:
         path: The path or the URL.
-        plan: The plan, of which the kind counts, and the names of the files.
-        overwrite: Whether what is there may be replaced.
+        plan: What is saved. Only its kind and the names of its files matter here.
+        overwrite: Whether an existing checkpoint may be replaced.
         durable: Whether to wait for the disk.
-        names: In a bucket: what the names there mean.
-        is_replaceable: On a disk: whether the file of a name in a folder may be removed.
-        save: In a bucket: the id of a save of several parts.
-        parts: In a bucket: how many parts of an upload are under way at once.
-        resume: Whether finished files of an earlier try are taken over.
-        parents: Whether folders are made that lead to it.
-        files: The file system.
-        several: Whether there are more parts than this.
+        bucket_names: Returns what the names of objects mean. Called only for a bucket.
+        is_replaceable: On a disk: returns whether a file of this name in a folder may be removed.
+        save_id: In a bucket: the id of the save. Data files of several ranks need one.
+        parts_at_once: In a bucket: how many parts of an upload are sent at once.
+        resume: On a disk: whether to take over finished files of an interrupted save.
+        makes_parents: On a disk: whether to create missing folders above a folder.
+        files: The file system. Tests pass another one.
+        has_other_ranks: Whether other ranks will join.
+
+    Raises:
+        NotCommitted: There may be no save to this place. The `with` block can raise it, too.
     """
     if is_parsed_url(path):
-        from holdfast.engine.targets.bucket import (
-            CopyTarget,
-            ObjectTarget,
-            PrefixTarget,
-        )  # for those who have a bucket
+        # Only users of a bucket pay for its imports.
+        from holdfast.engine.targets.bucket import CopyTarget, ObjectTarget, PrefixTarget
 
         if not plan.directory:
-            return ObjectTarget(path, overwrite=overwrite, parts=upload_parts)
+            return ObjectTarget(path, overwrite=overwrite, parts_at_once=parts_at_once)
         if plan.is_copy:
             return CopyTarget(
                 path,
                 plan,
                 overwrite=overwrite,
                 names=bucket_names(),
-                parts=upload_parts,
-                several=has_other_ranks,
+                parts_at_once=parts_at_once,
+                has_other_ranks=has_other_ranks,
             )
+        index_name = (*plan.files, *plan.index)[-1].key
         return PrefixTarget(
             path,
             save_id,
-            (*plan.files, *plan.index)[-1].key,
+            index_name,
             overwrite=overwrite,
             names=bucket_names(),
-            parts=upload_parts,
+            parts_at_once=parts_at_once,
         )
+
     from holdfast.engine.targets.folder import FileTarget, FolderTarget
 
     if not plan.directory:
         return FileTarget(path, durable=durable, overwrite=overwrite, files=files)
-    resumed = plan if resume else None
     return FolderTarget(
         path,
         durable=durable,
         overwrite=overwrite,
         is_replaceable=is_replaceable,
-        resumed=resumed,
-        parents=makes_parents,
+        resumed_plan=plan if resume else None,
+        makes_parents=makes_parents,
         files=files,
     )
 
@@ -220,20 +286,30 @@ def make_target(
 def join_target(
     name: str, path: str, *, durable: bool, plan: SavePlan | None = None, resume: bool = False
 ) -> Target:
-    """On another part: the target that the first one has opened, by its `join_name`. `plan` and `resume` are as for `make_target`.
-    Without a plan it is a folder, or a prefix, whose files are made up on the way."""
+    """Return the target that the first rank has opened, on another rank.
+
+    Args:
+        name: The `join_name` of the target on the first rank.
+        path: The path or the URL of the save.
+        durable: Whether to wait for the disk.
+        plan: What is saved. None if the ranks make up the files of a folder on the way.
+        resume: As for `make_target`.
+    """
+    is_single_file = plan is not None and not plan.directory
     if is_parsed_url(path):
         from holdfast.engine.targets.bucket import JoinedCopy, JoinedPrefix
 
-        if plan is not None and not plan.directory:
-            return Target()  # an object is one upload, and the first part's
-        return (
-            JoinedCopy(path, name)
-            if plan is not None and plan.is_copy
-            else JoinedPrefix(path, name)
-        )
-    from holdfast.engine.targets.folder import JoinedFile, JoinedFolder, JoinedStaging
+        if is_single_file:
+            # An object is a single upload by the first rank. This rank writes nothing.
+            return Target()
+        if plan is not None and plan.is_copy:
+            return JoinedCopy(path, name)
+        return JoinedPrefix(path, name)
 
-    if plan is not None and not plan.directory:
+    from holdfast.engine.targets.folder import JoinedFile, JoinedFolder, JoinedResumeFolder
+
+    if is_single_file:
         return JoinedFile(name, path=path, durable=durable)
-    return (JoinedStaging if resume else JoinedFolder)(name, path=path, durable=durable)
+    if resume:
+        return JoinedResumeFolder(name, path=path, durable=durable)
+    return JoinedFolder(name, path=path, durable=durable)

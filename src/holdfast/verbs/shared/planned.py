@@ -745,7 +745,7 @@ def write_plan(
         resume=writing.resume,
         files=files,
         save_id=writing.save,
-        upload_parts=upload_part_count,
+        parts_at_once=upload_part_count,
         has_other_ranks=ranks.size > 1,
     )
 
