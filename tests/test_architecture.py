@@ -38,7 +38,7 @@ ROOM_TOKENS = {
     "core": 47600,
     "engine": 39100,
     "engine/commit": 8135,
-    "engine/targets": 14130,
+    "engine/targets": 14303,
     "extras": 230,
     "extras/maps": 12468,
     "extras/packages": 20230,

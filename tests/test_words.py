@@ -55,11 +55,14 @@ CLASSES = {
     "Budget": "MemoryBudget",
     "Computed": "ComputedTensors",
     "Copy": "StoredCopy",
+    "Delivered": "DeliveredFile",
     "Dequantized": "DequantizedTensors",
     "DocumentKind": "DocumentType",
     "Elementwise": "ElementwiseComputation",
     "Extent": "StorageRange",
+    "FilePart": "FileRange",
     "Hashed": "HashAndHead",
+    "LockedName": "LockedEntry",
     "Matched": "RowMatches",
     "Medium": "ReadProfile",
     "Met": "Overlaps",
@@ -69,6 +72,7 @@ CLASSES = {
     "Read": "JoinedRead",
     "Reads": "JoinedReads",
     "Resident": "MemoryTensors",
+    "Saving": "SaveContext",
     "Sent": "PortableMethod",
     "Share": "WriteTask",
     "Shares": "BlockSizes, ReadAssignments",
@@ -76,6 +80,7 @@ CLASSES = {
     "Stretch": "RowRun",
     "Sums": "BlockCrcs",
     "Tabulated": "TensorColumns",
+    "TargetName": "LocalTarget",
 }
 """Everyday words that were names of classes with different meanings, and the names that replaced them."""
 

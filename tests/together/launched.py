@@ -369,7 +369,7 @@ def kill_rounds(folder: Path, slot: Path, kills: int, seed: int) -> list[dict[st
 
 def kill_loop(folder: Path, kills: int, width: int, seed: int) -> list[dict[str, object]]:
     """So many deaths, in `width` folders at a time."""
-    plan_save.CUT_NBYTES = CUT_NBYTES
+    plan_save.MAX_UNCUT_NBYTES = CUT_NBYTES
     prepare(folder)
     (folder / "rooms").mkdir()
     gc.freeze()  # or every fork would copy what the collector looks at
@@ -406,7 +406,7 @@ def run_jobs(jobs: list[dict[str, object]]) -> list[dict[str, object]]:
 
 def main(how: str, *more: str) -> object:
     if how == "jobs":
-        plan_save.CUT_NBYTES = CUT_NBYTES
+        plan_save.MAX_UNCUT_NBYTES = CUT_NBYTES
         return run_jobs(json.load(sys.stdin))
     folder, kills, width, seed = more
     return kill_loop(Path(folder), int(kills), int(width), int(seed))

@@ -33,7 +33,7 @@ SIZES = [2, 3, 4]
 @pytest.fixture(autouse=True)
 def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of a few kilobytes are cut as files of gigabytes are: between any two bytes."""
-    monkeypatch.setattr(plan_save, "CUT_NBYTES", 1 << 10)
+    monkeypatch.setattr(plan_save, "MAX_UNCUT_NBYTES", 1 << 10)
 
 
 def state() -> dict[str, torch.Tensor]:

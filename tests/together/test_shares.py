@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of 30 MB are cut as files of gigabytes are."""
-    monkeypatch.setattr(plan_save, "CUT_NBYTES", 4 << 20)
+    monkeypatch.setattr(plan_save, "MAX_UNCUT_NBYTES", 4 << 20)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.groups import ThreadGroup, on_ranks, raise_first_error
 @pytest.fixture(autouse=True)
 def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of a few hundred kilobytes are cut as files of gigabytes are."""
-    monkeypatch.setattr(plan_save, "CUT_NBYTES", 64 << 10)
+    monkeypatch.setattr(plan_save, "MAX_UNCUT_NBYTES", 64 << 10)
 
 
 def state(seed: int = 0) -> dict[str, object]:

@@ -3,24 +3,24 @@
     ObjectTarget    one object. Its put, or the end of its upload, publishes it.
     PrefixTarget    a folder. Data objects have names with the id of the save, and the index, which
                     is put last with a condition, makes them a checkpoint.
-    CopyTarget      a copy of a folder. Its names are those of the source, so other copies would write
-                    the same ones. It holds the prefix by a claim.
+    CopyTarget      a copy of a folder. Its names are those of the source, so other copies would
+                    write the same ones. It holds the prefix by a claim.
     JoinedPrefix,   the same two on ranks that upload some of the objects
     JoinedCopy
 
 Objects are written from front to back (`engine/stream`), as uploads of which several parts are sent
 at once. Nothing goes to the disk of this machine, and an object takes the memory of a few parts.
 
-**Several ranks.** Each rank uploads its own objects. Nobody finds them, since their names contain the
-id of the save, or are hidden. Then the first rank puts the index.
+**Several ranks.** Each rank uploads its own objects. Nobody finds them, since their names contain
+the id of the save, or are hidden. Then the first rank puts the index.
 
-**Who deletes what.** A rank deletes its objects if it fails before it has sent its receipt, or if the
-first rank says that nothing was published. It does not if the first rank is lost: that one may have
-published. The first rank deletes all objects with the id of the save, including those of ranks that
-died. Everything else is left to the sweep of the run.
+**Who deletes what.** A rank deletes its objects if it fails before it has sent its receipt, or if
+the first rank says that nothing was published. It does not if the first rank is lost: that one may
+have published. The first rank deletes all objects with the id of the save, including those of ranks
+that died. Everything else is left to the sweep of the run.
 
-`bucket_commit` has the steps of the commit and what a crash leaves. `bucket_claims` protects objects
-that several checkpoints share.
+`bucket_commit` has the steps of the commit and what a crash leaves. `bucket_claims` protects
+objects that several checkpoints share.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class ReplacedObjects(Value, frozen=True):
     names: Sequence[str] = ()
     """Their names, with the index first."""
     find_named: Callable[[Collection[str]], Collection[str]] | None = None
-    """Returns which of some keys the checkpoints beside this one name. None if they cannot name any:
-    only checkpoints with content hashes share objects."""
+    """Returns which of some keys the checkpoints beside this one name. None if they cannot name
+    any: only checkpoints with content hashes share objects."""
 
     def remove(self, save: PrefixSave, keep: Collection[str] = ()) -> None:
         """Delete the objects that nobody needs after a save was published.
@@ -465,9 +465,9 @@ class CopyTarget(JoinedCopy):
 
     Two copies would write the same names, so one of them claims the prefix. If the copy replaces a
     checkpoint with the same names, there is a mixture of both for a while. So the old index is
-    withdrawn first, but not before all data is in the bucket: objects whose names exist are uploaded
-    under hidden names, and the store copies them at the end. A failure before that leaves the old
-    checkpoint as it was.
+    withdrawn first, but not before all data is in the bucket: objects whose names exist are
+    uploaded under hidden names, and the store copies them at the end. A failure before that leaves
+    the old checkpoint as it was.
 
     Readers find weights without an index as soon as they are there. So these are put last, or, if
     several ranks upload them, under hidden names as well.

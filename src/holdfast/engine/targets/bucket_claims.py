@@ -1,10 +1,10 @@
 """Claims: nobody deletes an object of a bucket while a save is about to name it.
 
 The checkpoints of a run in a bucket name objects of each other (`core.keys.parse_sibling_key`), so
-that unchanged data is stored once. An object may be deleted when no published manifest names it. But
-a save may be about to publish one that does, and no request has conditions on two objects. So saves
-and deletions announce in a small object, a claim, what they are about to do, and then look whether
-the other side has done so:
+that unchanged data is stored once. An object may be deleted when no published manifest names it.
+But a save may be about to publish one that does, and no request has conditions on two objects. So
+saves and deletions announce in a small object, a claim, what they are about to do, and then look
+whether the other side has done so:
 
     a save                                        a deletion
     1  puts a claim "uses" with the folders       1  puts a claim "deletes" with the folders
@@ -16,8 +16,8 @@ the other side has done so:
     4  puts its manifest                          4  deletes the rest
     5  deletes its claim                          5  deletes its claim
 
-**Why this is safe.** Suppose that a deletion deletes an object that a save names and publishes. There
-are three cases for the moment in which the deletion listed claims (2):
+**Why this is safe.** Suppose that a deletion deletes an object that a save names and publishes.
+There are three cases for the moment in which the deletion listed claims (2):
 
     before the save put its claim    The claim of the deletion was there even earlier. The save saw
                                      it (2), or it was gone by then, and with it the object, which
@@ -30,9 +30,9 @@ before. The stores of all cloud providers are like that.
 
 **Dead processes** leave their claims. A claim counts for `CLAIM_LIFE_S`. Its age is the difference
 between two times of the store, so that no clock of a machine matters. Its owner acts on it for
-`CLAIM_WORK_S` by its own clock. The rest is for a last request that is slow. The claim of a dead save
-only delays the deletion of some data. That of a dead deletion makes saves write everything for a
-while.
+`CLAIM_WORK_S` by its own clock. The rest is for a last request that is slow. The claim of a dead
+save only delays the deletion of some data. That of a dead deletion makes saves write everything for
+a while.
 """
 
 from __future__ import annotations

@@ -3,21 +3,21 @@
 An object store has no rename and no folders. An object is there completely or not at all, and a put
 can have a condition. A save of several objects below a prefix (`PrefixSave`):
 
-    1  put data objects, whose names contain the id of the save. Two saves never write the same name.
-    2  put objects whose names are given, such as the config of a Hugging Face folder
-    3  put the index with a condition: there must be none, or exactly the one that was there before
-    4  delete what was replaced
+    1  put data objects, whose names contain the id of the save. Two saves never write the same
+    name. 2  put objects whose names are given, such as the config of a Hugging Face folder 3  put
+    the index with a condition: there must be none, or exactly the one that was there before 4
+    delete what was replaced
 
 Before step 3 readers find nothing new, because a prefix without an index is not a checkpoint. After
-it they find everything. A crash in steps 1 and 2 leaves objects that no index names, for the sweep of
-a run to delete. A crash in step 4 leaves old objects likewise. A save that is given up deletes the
-objects whose names nobody had before, and no others.
+it they find everything. A crash in steps 1 and 2 leaves objects that no index names, for the sweep
+of a run to delete. A crash in step 4 leaves old objects likewise. A save that is given up deletes
+the objects whose names nobody had before, and no others.
 
-**Lost answers.** A put may succeed and its answer be lost. If it is then sent again, it fails because
-the object exists. So a failed condition is never believed: the object is read back. If it is that of
-this save, the save is published. If it is that of another save, this one is `NotCommitted`. If the
-old object is still there, it is put again. If nothing of this can be found out, the save is
-`DurabilityUncertain`, and its data stays.
+**Lost answers.** A put may succeed and its answer be lost. If it is then sent again, it fails
+because the object exists. So a failed condition is never believed: the object is read back. If it
+is that of this save, the save is published. If it is that of another save, this one is
+`NotCommitted`. If the old object is still there, it is put again. If nothing of this can be found
+out, the save is `DurabilityUncertain`, and its data stays.
 
 **A single object** (`ObjectSave`: `.pt`, `.safetensors`) is put with a condition as well, unless it
 may replace anything. A long object is uploaded in parts, and the end of an upload has no condition.

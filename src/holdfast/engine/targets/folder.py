@@ -3,10 +3,10 @@
     rank 0                                        other ranks
     FileTarget    creates .out.<random>.tmp       JoinedFile      writes ranges of it
     FolderTarget  creates .out.<random>.tmp/      JoinedFolder    creates and writes files in it
-    FolderTarget  with a resume folder            JoinedResumeFolder    finishes files in that folder
+    FolderTarget  with a resume folder            JoinedResumeFolder    finishes files there
 
-All ranks must see the same file system. Each rank syncs the files that it wrote. Then the first rank
-checks that all of them are there, writes the index, and renames the hidden file or folder
+All ranks must see the same file system. Each rank syncs the files that it wrote. Then the first
+rank checks that all of them are there, writes the index, and renames the hidden file or folder
 (`engine/commit/transactions` describes these steps and what a crash leaves). With `resume=True`
 files are finished in a folder that survives a crash (`resume_folder`).
 """
@@ -131,8 +131,8 @@ class FirstRankTarget(Target):
 class FileTarget(FileTransaction, FirstRankTarget):
     """A single file, on the rank that creates it.
 
-    The `with` block is that of the transaction: it creates the hidden file, and removes it if it was
-    not published.
+    The `with` block is that of the transaction: it creates the hidden file, and removes it if it
+    was not published.
     """
 
     @property
@@ -340,8 +340,8 @@ def _finish_in_resume_folder(
 class FolderTarget(FirstRankTarget):
     """A folder of files, on the rank that creates it.
 
-    With a resumed plan, files are first finished in a resume folder. The hidden folder of the target
-    is then created by `publish`, which links them into it.
+    With a resumed plan, files are first finished in a resume folder. The hidden folder of the
+    target is then created by `publish`, which links them into it.
     """
 
     def __init__(

@@ -13,14 +13,14 @@ the first rank, or the first rank sends a document to each (`Ranks.agree`):
                                that several ranks have written, and renames           ──► answer
 
 There are two kinds of saves. In `torch/ranks/saving` each rank has a state of its own
-(`save_sharded`). In `engine/targets/plan_save` all ranks have the same plan (`convert`, `cp` and the
-other verbs with `group=`). They differ in the content of the documents:
+(`save_sharded`). In `engine/targets/plan_save` all ranks have the same plan (`convert`, `cp` and
+the other verbs with `group=`). They differ in the content of the documents:
 
     document   torch/ranks/saving                       engine/targets/plan_save
     proposal   names, dtypes, shapes and boxes          a hash of the plan
     task       the hidden target; the boxes to write    the hidden target; how files are cut
     receipt    files and the places of boxes in them    checksums
-    answer     empty                                    what each rank has found out
+    answer     empty                                    the findings of all ranks
 
 The first rank keeps its own proposal, task and receipt, and sends itself nothing. So a process that
 is alone makes no documents: the steps are function calls, and no target is joined.
@@ -79,7 +79,11 @@ class JointSave:
     _target_name = ""
 
     def divide_work(self, proposals: list[bytes]) -> list[bytes]:
-        """On the first rank: compare the proposals, open `target`, and return what each rank writes."""
+        """On the first rank: compare the proposals of all ranks, and open `target`.
+
+        Returns:
+            For each rank, what it writes, as a document of the kind of save.
+        """
         raise NotImplementedError
 
     def join_target(self, name: str) -> Target:
@@ -93,6 +97,8 @@ class JointSave:
     def assign_work(self, proposal: bytes | Exception) -> bytes:
         """Take steps 1 and 2: send the proposal of this rank, and return what this rank writes.
 
+        A crash in these steps leaves nothing, or an empty hidden target.
+
         Args:
             proposal: The proposal, or the error because of which this rank has none.
         """
@@ -105,6 +111,7 @@ class JointSave:
         return task.work
 
     def _assign(self, proposals: list[bytes]) -> list[bytes]:
+        """On the first rank: answer each proposal with the target and what the rank writes."""
         work_of_ranks = self.divide_work(proposals)
         if self.target is None or self.ranks.size == 1:
             return work_of_ranks
@@ -112,10 +119,20 @@ class JointSave:
         return [write_document(TASK, Task(name, work)) for work in work_of_ranks]
 
     def write_and_publish(self, write: Callable[[Target], bytes]) -> bytes:
-        """Take steps 3 and 4, and return the first rank's answer.
+        """Take steps 3 and 4: write the files of this rank, and let the first rank publish.
+
+        A crash before the first rank publishes leaves the old checkpoint and a hidden target, a
+        crash after it the new checkpoint.
 
         Args:
             write: Writes the files of this rank to the target, and returns the receipt.
+
+        Returns:
+            The first rank's answer to the receipt.
+
+        Raises:
+            RanksFailed: Nothing was published.
+            RankLost: A rank died. If it was the first rank, the save may be published.
         """
         joined: Target | None = None
         receipt: bytes | Exception
@@ -147,6 +164,6 @@ class JointSave:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give up what was not published."""
+        """Give up what was not published. This is the exit function of a `with` block."""
         if self.target is not None:
             self.target.__exit__(kind, error, trace)

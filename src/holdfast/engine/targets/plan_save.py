@@ -1,19 +1,22 @@
-"""A save whose plan every rank has: each rank writes a part of its bytes.
+"""A save whose plan every rank has: each rank writes a share of its bytes.
 
-This is the kind of save of all verbs but `save_sharded` (`engine/targets/joint_save` has the steps),
-for a group of several ranks.
+This is how groups of ranks run all verbs but `save_sharded`. `engine/targets/joint_save` has the
+steps of the protocol, and what a crash at each of them leaves.
 
-A part is a stretch of all bytes of the plan, so each rank reads neighbouring bytes of the source. A
-file is cut where the stretch of a rank ends, and both ranks write it at their offsets. Some files
-cannot be cut: an object of a bucket, or a file that a later try must find complete. Such files are
-assigned to ranks as they are.
+    files of the plan    │ file 0       │ file 1    │ file 2                  │
+    ranks                │ rank 0          │ rank 1           │ rank 2         │
+                                        cut here ┘     cut here ┘
+
+The bytes of all files, one behind the other, are cut into equal shares. So each rank reads
+neighboring bytes of the source. A long file is cut where a share ends, and both ranks write it at
+their offsets. A file that cannot be cut, such as an object of a bucket, goes to one rank.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from hashlib import blake2b
 from itertools import pairwise
@@ -29,11 +32,11 @@ from holdfast.engine.targets.joint_save import JointSave
 from holdfast.engine.targets.target import DeliveredFile, SaveContext, Target
 from holdfast.engine.write import BLOCK_NBYTES, FileSums, RankSums
 
-CUT_NBYTES = 32 << 20
-"""The size up to which one rank writes a file."""
+MAX_UNCUT_NBYTES = 32 << 20
+"""The size up to which a file is not cut, but written by one rank."""
 
 
-class FilePart(Value, frozen=True):
+class FileRange(Value, frozen=True):
     """A range of the bytes of a file, `stop` not included."""
 
     file_index: int
@@ -43,67 +46,74 @@ class FilePart(Value, frozen=True):
 
 
 def divide_files(
-    files: Sequence[FilePlan], rank_count: int, *, can_cut: bool, kept: Collection[int] = ()
-) -> list[list[FilePart]]:
-    """Return what each rank writes.
+    files: Sequence[FilePlan],
+    rank_count: int,
+    *,
+    can_cut: bool,
+    first_rank_files: Collection[int] = (),
+) -> list[list[FileRange]]:
+    """Decide what each rank writes. All ranks that call this get the same result.
 
     Args:
         files: The files of the plan.
         rank_count: The number of ranks.
         can_cut: Whether several ranks may write one file.
-        kept: Indices of the files that the first rank writes, unless several ranks write them.
+        first_rank_files: The indices of files that only the first rank can write, unless they are
+            cut.
+
+    Returns:
+        For each rank the ranges that it writes.
     """
-    if can_cut:
-        return _cut_files(files, rank_count, kept)
-    return _assign_whole_files(files, rank_count, kept)
+    shares: list[list[FileRange]] = [[] for _ in range(rank_count)]
+    if not can_cut:
+        ranks = _assign_whole_files(files, rank_count, first_rank_files)
+        for file_index, (file, rank) in enumerate(zip(files, ranks, strict=True)):
+            shares[rank].append(FileRange(file_index, 0, file.nbytes))
+        return shares
+
+    # Offsets count the bytes of all files, one behind the other.
+    total_nbytes = sum(file.nbytes for file in files)
+    share_edges = [total_nbytes * rank // rank_count for rank in range(rank_count + 1)]
+    file_start = 0
+    for file_index, file in enumerate(files):
+        file_stop = file_start + file.nbytes
+        if file.nbytes <= MAX_UNCUT_NBYTES or _is_hashed(file):
+            rank = 0
+            if file_index not in first_rank_files:
+                # The rank in whose share the middle of the file lies. The middle of an empty file
+                # at the end lies behind the last share.
+                middle = file_start + file.nbytes // 2
+                rank = min(bisect(share_edges, middle) - 1, rank_count - 1)
+            shares[rank].append(FileRange(file_index, 0, file.nbytes))
+        else:
+            for rank, (share_start, share_stop) in enumerate(pairwise(share_edges)):
+                start = max(file_start, share_start) - file_start
+                stop = min(file_stop, share_stop) - file_start
+                if start < stop:
+                    shares[rank].append(FileRange(file_index, start, stop))
+        file_start = file_stop
+    return shares
 
 
 def _assign_whole_files(
-    files: Sequence[FilePlan], rank_count: int, kept: Collection[int]
-) -> list[list[FilePart]]:
-    """Assign each file to one rank, so that all ranks write about as many bytes."""
-    free_indices = [index for index in range(len(files)) if index not in kept]
-    free_nbytes = np.array([files[index].nbytes for index in free_indices], np.int64)
-    loads = np.zeros(rank_count, np.int64)
-    loads[-1] = sum(files[index].nbytes for index in kept)
+    files: Sequence[FilePlan], rank_count: int, first_rank_files: Collection[int]
+) -> list[int]:
+    """Return the rank that writes each file, so that all ranks write about as many bytes."""
+    file_nbytes = np.array([file.nbytes for file in files], np.int64)
+    ranks = np.zeros(len(files), np.int64)
+    is_free = np.ones(len(files), np.bool_)
+    is_free[list(first_rank_files)] = False
 
-    # `assign_evenly` gives the most to its first holder. The first rank has the index to write as well, so
-    # the ranks are numbered from the end.
-    holders = rank_count - 1 - assign_evenly(free_nbytes, loads)
-    rank_of_file = dict.fromkeys(kept, 0)
-    rank_of_file.update(zip(free_indices, holders.tolist(), strict=True))
-
-    shares: list[list[FilePart]] = [[] for _ in range(rank_count)]
-    for index, file in enumerate(files):
-        shares[rank_of_file[index]].append(FilePart(index, 0, file.nbytes))
-    return shares
-
-
-def _cut_files(
-    files: Sequence[FilePlan], rank_count: int, kept: Collection[int]
-) -> list[list[FilePart]]:
-    """Cut the bytes of all files into one stretch for each rank."""
-    total_nbytes = sum(file.nbytes for file in files)
-    edges = [total_nbytes * rank // rank_count for rank in range(rank_count + 1)]
-
-    shares: list[list[FilePart]] = [[] for _ in range(rank_count)]
-    begin = 0
-    for index, file in enumerate(files):
-        end = begin + file.nbytes
-        if file.nbytes <= CUT_NBYTES or _is_hashed(file):
-            rank = min(bisect(edges, begin + file.nbytes // 2) - 1, rank_count - 1)
-            shares[0 if index in kept else rank].append(FilePart(index, 0, file.nbytes))
-        else:
-            for rank, (low, high) in enumerate(pairwise(edges)):
-                start, stop = max(begin, low), min(end, high)
-                if start < stop:
-                    shares[rank].append(FilePart(index, start - begin, stop - begin))
-        begin = end
-    return shares
+    # `assign_evenly` gives the most to its first holder. The first rank has to write the index as
+    # well, so the holders are the ranks in reverse order.
+    holder_loads = np.zeros(rank_count, np.int64)
+    holder_loads[-1] = file_nbytes[~is_free].sum()
+    ranks[is_free] = rank_count - 1 - assign_evenly(file_nbytes[is_free], holder_loads)
+    return ranks.tolist()
 
 
 def _is_hashed(file: FilePlan) -> bool:
-    """Whether content hashes are recorded, for which one rank must see whole tensors."""
+    """Return whether content hashes are recorded. For these, one rank must see whole tensors."""
     for segment in file.segments:
         if isinstance(segment, Gathered) and segment.is_hashed:
             return True
@@ -113,9 +123,9 @@ def _is_hashed(file: FilePlan) -> bool:
 
 
 def hash_plan(plan: SavePlan) -> bytes:
-    """Hash the layout of a plan. Ranks with the same hash cut the same files at the same places."""
+    """Return a hash of what a plan writes where. Ranks with the same hash cut files alike."""
     head = repr((plan.format, plan.file_sizes)).encode("utf-8", "surrogatepass")
-    layout_hash = blake2b(head, digest_size=16)
+    plan_hash = blake2b(head, digest_size=16)
     for file in (*plan.files, *plan.index):
         for segment in file.segments:
             labels: Sequence[str] = ()
@@ -123,37 +133,40 @@ def hash_plan(plan: SavePlan) -> bytes:
                 labels = segment.labels
             elif isinstance(segment, Data):
                 labels = (segment.label,)
-            layout_hash.update(f"{type(segment).__name__} {segment.nbytes}\0".encode())
-            layout_hash.update("\0".join(labels).encode("utf-8", "surrogatepass"))
-    return layout_hash.digest()
+            plan_hash.update(f"{type(segment).__name__} {segment.nbytes}\0".encode())
+            plan_hash.update("\0".join(labels).encode("utf-8", "surrogatepass"))
+    return plan_hash.digest()
 
 
-class PartWork(msgspec.Struct):
-    """How the files are divided. It is the same for all ranks."""
+class Division(msgspec.Struct):
+    """How the files are divided. It is the same for all ranks, and the document of their task."""
 
     can_cut: bool
-    kept: list[int]
+    first_rank_files: list[int]
     block_nbytes: int
+    """The size of blocks. The ranks must agree on it, whatever their numbers of cores."""
 
 
 class RankReceipt(msgspec.Struct):
-    """The checksums of what a rank has written, by the positions of files in the plan."""
+    """The checksums of what a rank has written, by the indices of files in the plan."""
 
-    whole: dict[int, RankSums]
-    """Files that it wrote from end to end."""
-    parts: dict[int, RankSums]
+    whole_files: dict[int, RankSums]
+    """Files that it wrote completely."""
+    ranges: dict[int, RankSums]
+    """Files of which it wrote a range."""
     findings: bytes
 
 
-WORK = message_type("division of a plan", PartWork)
-RECEIPT = message_type("receipt of a part", RankReceipt)
-FOUND = message_type("list of findings", list[bytes])
+DIVISION = message_type("division of a plan", Division)
+RECEIPT = message_type("receipt of a rank", RankReceipt)
+FINDINGS = message_type("list of findings", list[bytes])
 
 
 class Findings:
-    """What a verb finds out while its tensors are written, each rank about its own part.
+    """What a verb finds out while its tensors are written, each rank about its own share.
 
-    This one finds nothing.
+    A subclass is for a verb that reports something, such as values that a cast has lost. This class
+    finds nothing.
     """
 
     def encode(self) -> bytes:
@@ -161,17 +174,21 @@ class Findings:
         return b""
 
     def merge(self, found: Sequence[bytes]) -> None:
-        """Replace what this rank has found by what all ranks have found."""
+        """Replace what this rank has found by what all ranks have found.
+
+        Args:
+            found: What `encode` returned on each rank.
+        """
 
 
 class PlanSave(JointSave):
-    """A plan on its way to its target, as one rank sees it."""
+    """The save of a plan, as one rank sees it."""
 
     def __init__(
         self,
         plan: SavePlan,
         ranks: Ranks,
-        saving: SaveContext,
+        context: SaveContext,
         *,
         open_target: Callable[[], Target],
         link_files: Callable[[Target], None],
@@ -184,114 +201,131 @@ class PlanSave(JointSave):
         Args:
             plan: The plan, which all ranks have.
             ranks: The ranks that write it.
-            saving: How files are written.
+            context: How files are written.
             open_target: Opens the target. Called on the first rank.
-            link_files: Takes over the files of a base. Called first of all, because the save starts
-                again if the base has changed.
+            link_files: Takes over the files of a base. Called before anything is written, because
+                the save starts again if the base has changed.
             join_target: Finds the target by its name. Called on the other ranks.
             hash_source: Hashes what must be the same on all ranks, besides the plan.
             findings: What the verb finds out.
         """
         self.ranks = ranks
         self._plan = plan
-        self._saving = saving
-        self._open = open_target
-        self._link = link_files
-        self._join = join_target
+        self._context = context
+        self._open_target = open_target
+        self._link_files = link_files
+        self._join_target = join_target
         self._hash_source = hash_source
         self._findings = findings
-        self._work = PartWork(can_cut=False, kept=[], block_nbytes=0)
-        self._written: dict[int, FileSums] = {}
-        """On the first rank: what it wrote of files that it shares, by their positions."""
+        self._division = Division(can_cut=False, first_rank_files=[], block_nbytes=0)
+        self._own_sums: dict[int, FileSums] = {}
+        """On the first rank: the checksums of its ranges, by the indices of the files."""
 
     def write(self) -> None:
-        """Write the plan with all ranks and publish it, or raise on every rank."""
+        """Write the plan with all ranks and publish it, or raise an error on every rank."""
         with ExitStack() as stack:
             stack.push(self.close)
             work = self.assign_work(hash_plan(self._plan) + self._hash_source())
-            self._work = read_document(WORK, work)
-            # Ranks on machines with other numbers of cores would cut blocks at other places.
-            self._saving = replace(self._saving, block_nbytes=self._work.block_nbytes)
-            answer = self.write_and_publish(self._write_part)
-            findings = read_document(FOUND, answer)
-            self._findings.merge(findings)
+            self._division = read_document(DIVISION, work)
+            self._context = replace(self._context, block_nbytes=self._division.block_nbytes)
+            answer = self.write_and_publish(self._write_share)
+            all_findings = read_document(FINDINGS, answer)
+            self._findings.merge(all_findings)
 
     def divide_work(self, proposals: list[bytes]) -> list[bytes]:
-        """Take over files of the base, and make the files that several ranks write."""
+        """Open the target, link the files of a base, and create the files that several ranks write.
+
+        Returns:
+            The same division for every rank.
+        """
         check_same_checkpoint(proposals)
-        target = self.target = self._open()
-        self._link(target)
-        rank_count = self.ranks.size
+        self.target = self._open_target()
+        self._link_files(self.target)
         files = self._plan.files
-        kept = [index for index, file in enumerate(files) if target.needs_first_rank(file)]
-        shares = divide_files(files, rank_count, can_cut=target.can_split_files, kept=kept)
-        for index in _find_shared(shares):
-            target.create_shared_file(files[index])
-        work = PartWork(target.can_split_files, kept, self._saving.block_nbytes or BLOCK_NBYTES)
-        return [write_document(WORK, work)] * rank_count
+        first_rank_files: list[int] = []
+        for file_index, file in enumerate(files):
+            if self.target.needs_first_rank(file):
+                first_rank_files.append(file_index)
+
+        rank_count = self.ranks.size
+        can_cut = self.target.can_split_files
+        shares = divide_files(files, rank_count, can_cut=can_cut, first_rank_files=first_rank_files)
+        writer_counts = Counter(file_range.file_index for share in shares for file_range in share)
+        for file_index, writer_count in writer_counts.items():
+            if writer_count > 1:
+                self.target.create_shared_file(files[file_index])
+
+        block_nbytes = self._context.block_nbytes or BLOCK_NBYTES
+        division = Division(can_cut, first_rank_files, block_nbytes)
+        return [write_document(DIVISION, division)] * rank_count
 
     def join_target(self, name: str) -> Target:
-        return self._join(name)
+        return self._join_target(name)
 
-    def _write_part(self, target: Target) -> bytes:
-        """Write the part of this rank. The first rank keeps its checksums and sends none."""
-        ranks, work = self.ranks, self._work
-        shares = divide_files(self._plan.files, ranks.size, can_cut=work.can_cut, kept=work.kept)
-        receipt = RankReceipt(whole={}, parts={}, findings=b"")
-        for part in shares[ranks.rank]:
-            index, file = part.file_index, self._plan.files[part.file_index]
-            if part.stop - part.start == file.nbytes:
-                crcs = target.prepare_file(file)(self._saving)
-                if not ranks.is_first:
-                    receipt.whole[index] = RankSums.from_crcs(file, crcs)
+    def _write_share(self, target: Target) -> bytes:
+        """Write the share of this rank, and return its receipt.
+
+        The first rank keeps its checksums and sends none.
+        """
+        is_first = self.ranks.is_first
+        shares = divide_files(
+            self._plan.files,
+            self.ranks.size,
+            can_cut=self._division.can_cut,
+            first_rank_files=self._division.first_rank_files,
+        )
+        receipt = RankReceipt(whole_files={}, ranges={}, findings=b"")
+        for file_range in shares[self.ranks.rank]:
+            file_index = file_range.file_index
+            file = self._plan.files[file_index]
+            if file_range.stop - file_range.start == file.nbytes:
+                crcs = target.prepare_file(file)(self._context)
+                if not is_first:
+                    receipt.whole_files[file_index] = RankSums.from_crcs(file, crcs)
                 continue
 
-            written = target.write_range_of(file, (part.start, part.stop), self._saving)
-            if ranks.is_first:
-                self._written[index] = written
+            byte_range = (file_range.start, file_range.stop)
+            sums = target.write_range_of(file, byte_range, self._context)
+            if is_first:
+                self._own_sums[file_index] = sums
             else:
-                receipt.parts[index] = RankSums.from_file_sums(file, written)
+                receipt.ranges[file_index] = RankSums.from_file_sums(file, sums)
 
-        if ranks.is_first:
+        if is_first:
             return b""
         receipt.findings = self._findings.encode()
-        self._saving.before_publish()
+        self._context.before_publish()
         return write_document(RECEIPT, receipt)
 
     def publish(self, receipts: list[bytes]) -> list[bytes]:
-        """Finish the files that several ranks wrote, and publish. Return the findings of all."""
-        target, files = self.target, self._plan.files
-        assert target is not None  # the first rank has opened it
-        others = [read_document(RECEIPT, receipt) for receipt in receipts[1:]]
-        self._finish_shared(target, others)
+        """Finish the files that several ranks wrote, and publish everything.
+
+        Returns:
+            The findings of all ranks, for every rank.
+        """
+        assert self.target is not None  # the first rank has opened it
+        other_receipts = [read_document(RECEIPT, receipt) for receipt in receipts[1:]]
+        self._finish_shared_files(self.target, other_receipts)
 
         delivered: list[DeliveredFile] = []
-        for receipt in others:
-            for index, sums in receipt.whole.items():
-                self._saving.crcs.update(sums.combine_crcs(files[index]))
-                delivered.append(
-                    DeliveredFile(files[index].key, files[index].nbytes, is_linked=False)
-                )
-        target.publish(self._plan.index, self._saving, delivered)
-        findings = [self._findings.encode(), *(receipt.findings for receipt in others)]
-        return [write_document(FOUND, findings)] * self.ranks.size
+        for receipt in other_receipts:
+            for file_index, rank_sums in receipt.whole_files.items():
+                file = self._plan.files[file_index]
+                self._context.crcs.update(rank_sums.combine_crcs(file))
+                delivered.append(DeliveredFile(file.key, file.nbytes, is_linked=False))
+        self.target.publish(self._plan.index, self._context, delivered)
 
-    def _finish_shared(self, target: Target, receipts: Sequence[RankReceipt]) -> None:
+        findings = [self._findings.encode(), *(receipt.findings for receipt in other_receipts)]
+        return [write_document(FINDINGS, findings)] * self.ranks.size
+
+    def _finish_shared_files(self, target: Target, receipts: Sequence[RankReceipt]) -> None:
         """Write what depends on the checksums of files that several ranks wrote."""
-        sums_of_file: dict[int, list[RankSums]] = {index: [] for index in self._written}
+        file_sums = dict(self._own_sums)
         for receipt in receipts:
-            for index, sums in receipt.parts.items():
-                sums_of_file.setdefault(index, []).append(sums)
-
-        for index in sorted(sums_of_file):
-            file = self._plan.files[index]
-            written = self._written.get(index) or FileSums()
-            for sums in sums_of_file[index]:
-                sums.add_to(file, written)
-            target.finish_shared_file(file, written, self._saving)
-
-
-def _find_shared(shares: Iterable[Sequence[FilePart]]) -> list[int]:
-    """Return the positions of the files that several ranks write."""
-    writer_counts = Counter(part.file_index for share in shares for part in share)
-    return [index for index, count in writer_counts.items() if count > 1]
+            for file_index, rank_sums in receipt.ranges.items():
+                sums = file_sums.setdefault(file_index, FileSums())
+                rank_sums.add_to(self._plan.files[file_index], sums)
+        for file_index in sorted(file_sums):
+            target.finish_shared_file(
+                self._plan.files[file_index], file_sums[file_index], self._context
+            )

@@ -6,11 +6,11 @@
         data-00001.safetensors.receipt  its checksums
         .data-00002….tmp                the file that was being written when the process died
 
-Each data file is finished in the resume folder first. When all of them are finished, they are linked
-into the transaction of the target, and the resume folder is removed. The next attempt finds the
-folder by its name, a hash of everything that decides the bytes: the plan, and the source files with
-their sizes, times and recorded checksums. A finished file is taken over only if its bytes have the
-checksums of its receipt.
+Each data file is finished in the resume folder first. When all of them are finished, they are
+linked into the transaction of the target, and the resume folder is removed. The next attempt finds
+the folder by its name, a hash of everything that decides the bytes: the plan, and the source files
+with their sizes, times and recorded checksums. A finished file is taken over only if its bytes have
+the checksums of its receipt.
 
 The first rank holds the lock of the folder, so that no other process uses it. A crash at any moment
 leaves the folder with the files that were finished before. The target does not change.
@@ -179,7 +179,8 @@ class ResumeFolder:
         return crcs
 
     def _check_finished(self, file: FilePlan) -> Mapping[str, int] | None:
-        """Return the checksums of a finished file. None if it is missing or differs from its receipt."""
+        """Return the checksums of a finished file. None if it is missing or differs from its
+        receipt."""
         dir_fd = self._folder.descriptor
         metadata = self._files.stat(file.key, dir_fd=dir_fd)
         if metadata is None or metadata.kind != "file" or metadata.nbytes != file.nbytes:
