@@ -20,7 +20,7 @@ from holdfast.stores.remote import client
 from holdfast.stores.remote.client import Bucket, get_bucket
 from holdfast.stores.remote.url import parse_url
 from tests.remote.servers import BUCKET, Asked, Fault, Proxy
-from tests.remote.test_commit import content, state
+from tests.remote.test_commit import make_state, read_version
 from tests.remote.test_faults import check_secrets
 from tests.sampling import every_nth
 
@@ -48,21 +48,21 @@ class Open(Verb):
     """By a list: a folder of safetensors that has no index."""
 
     def before(self) -> None:
-        holdfast.save(state(0), f"{self.url}/model.safetensors")
+        holdfast.save(make_state(0), f"{self.url}/model.safetensors")
 
     def do(self, number: int) -> None:
-        assert content(self.url) == 0
+        assert read_version(self.url) == 0
 
 
 class Save(Verb):
     def before(self) -> None:
-        holdfast.save(state(0), self.url)
+        holdfast.save(make_state(0), self.url)
 
     def do(self, number: int) -> None:
-        holdfast.save(state(number), self.url, overwrite=True)
+        holdfast.save(make_state(number), self.url, overwrite=True)
 
     def check(self, numbers: tuple[int, int]) -> None:
-        assert content(self.url) in numbers
+        assert read_version(self.url) in numbers
 
 
 class SaveObject(Save):
@@ -73,11 +73,11 @@ class SaveObject(Save):
 class Run(Verb):
     def before(self) -> None:
         with holdfast.Run(self.url, keep="latest:2") as run:
-            run.save(0, state(0))
+            run.save(0, make_state(0))
 
     def do(self, number: int) -> None:
         with holdfast.Run(self.url, keep="latest:2") as run:
-            run.save(number, state(number))
+            run.save(number, make_state(number))
             found = run.latest()
             assert found is not None
             assert found.step == number
@@ -87,14 +87,14 @@ class Run(Verb):
             found = run.latest()
             assert found is not None
             assert found.step in numbers
-            assert content(found.path) == found.step
+            assert read_version(found.path) == found.step
 
 
 class Copy(Verb):
     """From the bucket, inside of it, and back."""
 
     def before(self) -> None:
-        holdfast.save(state(0), f"{self.url}/from/model.safetensors")
+        holdfast.save(make_state(0), f"{self.url}/from/model.safetensors")
 
     def do(self, number: int) -> None:
         holdfast.copy(f"{self.url}/from", self.folder / str(number))
@@ -107,7 +107,7 @@ class Copy(Verb):
             f"{self.url}/to-{numbers[1]}",
             f"{self.url}/back-{numbers[1]}",
         ):
-            assert content(place) in (None, 0)
+            assert read_version(place) in (None, 0)
 
 
 VERBS = [Open, Save, SaveObject, Run, Copy]
@@ -351,14 +351,14 @@ def test_a_lost_answer_and_an_object_that_is_seen_late(suffix: str, proxy: Proxy
         return "cut"
 
     proxy.fault, proxy.unseen_s = once, 0.6
-    holdfast.save(state(1), url, overwrite=False)
+    holdfast.save(make_state(1), url, overwrite=False)
     assert proxy.unseen
     proxy.fault, proxy.unseen_s = (lambda asked: None), 0.0
     proxy._unseen.clear()
-    assert content(url) == 1
+    assert read_version(url) == 1
     proxy.unseen_s = 0.6
-    holdfast.save(state(2), url + "-other" + suffix)
+    holdfast.save(make_state(2), url + "-other" + suffix)
     with pytest.raises(NotCommitted):
-        holdfast.save(state(3), url + "-other" + suffix, overwrite=False)
+        holdfast.save(make_state(3), url + "-other" + suffix, overwrite=False)
     proxy._unseen.clear()
-    assert content(url + "-other" + suffix) == 2
+    assert read_version(url + "-other" + suffix) == 2

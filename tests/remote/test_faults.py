@@ -15,7 +15,7 @@ import pytest
 import holdfast
 from holdfast.errors import HoldfastError, NotCommitted
 from tests.remote.servers import Asked, Fault, Proxy, environment
-from tests.remote.test_commit import content, state
+from tests.remote.test_commit import make_state, read_version
 
 WIDE = {"w": np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)}
 
@@ -58,17 +58,17 @@ def test_wrong_answers_are_never_taken_for_right(
 
 def test_slow_down_many_times_and_then_good(proxy: Proxy, url: str):
     """A server that is overloaded for a while: pauses, and everything is done."""
-    holdfast.save(state(0), url)
+    holdfast.save(make_state(0), url)
     proxy.clear()
     proxy.fault = lambda asked: "503" if asked.number % 4 else None
-    holdfast.save(state(1), url, overwrite=True)
-    assert content(url) == 1
+    holdfast.save(make_state(1), url, overwrite=True)
+    assert read_version(url) == 1
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_credentials_that_expire_in_the_middle(after: int, proxy: Proxy, url: str):
     """Not asked again, said so, and what was there is there."""
-    holdfast.save(state(0), url)
+    holdfast.save(make_state(0), url)
     big = {"w": np.zeros((4, 5 << 20), np.uint8)}
     proxy.clear()
     proxy.fault = lambda asked: "403" if asked.number >= after else None
@@ -77,7 +77,7 @@ def test_credentials_that_expire_in_the_middle(after: int, proxy: Proxy, url: st
     check_secrets(caught.value)
     assert len(proxy.asked) < after + 20, "what is refused is not asked for again and again"
     proxy.fault = lambda asked: None
-    assert content(url) == 0
+    assert read_version(url) == 0
     holdfast.save(WIDE, url + ".safetensors")
     with holdfast.open(url + ".safetensors") as checkpoint:
         proxy.fault = lambda asked: "403"
@@ -112,15 +112,15 @@ def test_a_bit_that_flips_on_the_way_is_found_by_the_server(
     what: str, proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Every put and every part brings its hash."""
-    big = {"w": np.zeros((2, 9 << 20), np.uint8)} if what else state(1)
-    holdfast.save(state(0), url)
+    big = {"w": np.zeros((2, 9 << 20), np.uint8)} if what else make_state(1)
+    holdfast.save(make_state(0), url)
     proxy.fault = lambda asked: (
         "flip" if asked.method == "PUT" and asked.nbytes > 1 << 10 and what in asked.path else None
     )
     with pytest.raises(NotCommitted, match="BadDigest"):
         holdfast.save(big, url, overwrite=True)
     proxy.fault = lambda asked: None
-    assert content(url) == 0
+    assert read_version(url) == 0
     monkeypatch.setenv("HOLDFAST_WITHOUT_CHECKSUMS", "1")
     proxy.clear()
     holdfast.save(big, url, overwrite=True)
@@ -130,7 +130,7 @@ def test_a_bit_that_flips_on_the_way_is_found_by_the_server(
 
 
 def test_an_upload_that_cannot_be_done_leaves_nothing(proxy: Proxy, url: str):
-    holdfast.save(state(0), url)
+    holdfast.save(make_state(0), url)
     proxy.fault = lambda asked: "403" if "partNumber" in asked.path else None
     with pytest.raises(NotCommitted):
         holdfast.save({"w": np.zeros((4, 9 << 20), np.uint8)}, url, overwrite=True)
@@ -139,7 +139,7 @@ def test_an_upload_that_cannot_be_done_leaves_nothing(proxy: Proxy, url: str):
     ]
     assert deleted, "the parts that came are given back"
     proxy.fault = lambda asked: None
-    assert content(url) == 0
+    assert read_version(url) == 0
 
 
 def test_a_fork_is_told_what_is_wrong(proxy: Proxy, url: str):
