@@ -270,6 +270,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     @property
     def nbytes(self) -> int:
         """The size of the tensor data in bytes. A storage that tensors share counts once."""
+        # Imported here, because a program that reads one tensor does not need it.
         from holdfast.core.sharing import find_shared_rows
 
         return find_shared_rows([self.stored]).total_nbytes()
@@ -296,6 +297,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             >>> arrays["layers.0.bias"]
             array([0., 0., 0.], dtype=float32)
         """
+        # Imported here, because a program that reads one tensor does not need it.
         from holdfast.core.sharing import check_expansion
 
         table = self._description.tensors

@@ -100,42 +100,43 @@ class RowLeaf(Value, frozen=True, eq=False, gc=False):
 
 
 class Leaves:
-    """The tensors of a state and their names, in the order in which a person would read it.
-
-    Attributes:
-        tensor_types: The types of values that are tensors.
-        names: The name of each tensor.
-        values: Each tensor: a value of the state, or the lazy tensor that a leaf was converted to.
-        has_other_values: Whether there is anything but tensors in dicts with text keys.
-        is_nested: Whether there is a container in the state, or a composite.
-        is_single_tensor: Whether the state is one tensor, without a container.
-        has_traits: Whether a tensor is more than its elements, such as a parameter. The caller
-            sets it.
-        conversions: By identity, the leaves that were converted, each with its replacement.
-        irregular_tensors: By identity, the lazy tensors of the leaves that are irregular rows.
-        converted_leaves: The leaves that were converted to tensors, with their names.
-        problems: Why the state cannot be saved: sentences that start with a path.
-        paths: The path of each tensor, if paths are recorded.
-        numbered_names: The indices of tensors whose names got a number, with the names before.
-        skipped_count: The references that were skipped because the budget of steps was spent.
-    """
+    """The tensors of a state and their names, in the order in which a person would read it."""
 
     def __init__(self, tensor_types: Collection[type], convert: Convert | None) -> None:
+        """Start without tensors. `find` adds those of a state.
+
+        Args:
+            tensor_types: The types of values that are tensors.
+            convert: Converts other leaves, if it is not None.
+        """
         self.tensor_types = frozenset(tensor_types)
-        self.names: list[str] = []
-        self.values: list[object] = []
-        self.has_other_values = False
-        self.is_nested = False
-        self.is_single_tensor = False
-        self.has_traits = False
-        self.conversions: dict[int, tuple[object, object]] = {}
-        self.irregular_tensors: dict[int, LazyTensor] = {}
-        self.converted_leaves: list[tuple[str, object]] = []
-        self.problems: list[str] = []
-        self.paths: list[Path] = []
-        self.numbered_names: list[tuple[int, str]] = []
-        self.skipped_count = 0
         self.convert = convert
+        self.names: list[str] = []
+        """The name of each tensor."""
+        self.values: list[object] = []
+        """Each tensor: a value of the state, or the lazy tensor that a leaf was converted to."""
+        self.has_other_values = False
+        """Whether there is anything but tensors in dicts with text keys."""
+        self.is_nested = False
+        """Whether there is a container in the state, or a composite."""
+        self.is_single_tensor = False
+        """Whether the state is one tensor, without a container."""
+        self.has_traits = False
+        """Whether a tensor is more than its elements, such as a parameter. The caller sets it."""
+        self.conversions: dict[int, tuple[object, object]] = {}
+        """By identity, the leaves that were converted, each with its replacement."""
+        self.irregular_tensors: dict[int, LazyTensor] = {}
+        """By identity, the lazy tensors of the leaves that are irregular rows."""
+        self.converted_leaves: list[tuple[str, object]] = []
+        """The leaves that were converted to tensors, with their names."""
+        self.problems: list[str] = []
+        """Why the state cannot be saved: sentences that start with a path."""
+        self.paths: list[Path] = []
+        """The path of each tensor, if paths are recorded."""
+        self.numbered_names: list[tuple[int, str]] = []
+        """The indices of tensors whose names got a number, with the names before."""
+        self.skipped_count = 0
+        """The references that were skipped because the budget of steps was spent."""
 
     @property
     def is_flat(self) -> bool:
@@ -191,7 +192,11 @@ class Leaves:
         return leaves
 
     def _replace_composite_parts(self, table: Table) -> None:
-        """Replace the parts of composites by the rows of a table."""
+        """Replace the parts of composites, such as the indices of a sparse tensor, by rows of a table.
+
+        The table has a row for each tensor of these leaves, in their order.
+        """
+        # Parts are found by identity, because a tensor cannot be a key.
         rows = {id(value): row for row, value in enumerate(self.values)}
         self.values = [*self.values]
         self.conversions = dict(self.conversions)
@@ -446,7 +451,7 @@ class _Walk(Struct):
             self._check_characters(prefix, values)
         self.ids_on_path.update(owner_ids)
         if not key_types <= KEY_TYPES:
-            keys = [to_path_key(key) for key in keys]
+            keys = map(to_path_key, keys)
         count_before = len(leaves.values) + self.skipped_count
         items = zip(keys, values, strict=True)
         return _Frame(container, items, prefix, owner_ids, count_before)
@@ -510,8 +515,13 @@ def _list_children(
         contents: The containers that an object is stored in. None for all others.
     """
     if contents is not None:
-        children = [child for _, owner_children in contents for child in owner_children]
-        return [key for key, _ in children], [value for _, value in children]
+        keys: list[str | int] = []
+        values: list[object] = []
+        for _, children in contents:
+            for key, value in children:
+                keys.append(key)
+                values.append(value)
+        return keys, values
     if isinstance(container, dict):
         return container, container.values()
     return range(len(container)), container

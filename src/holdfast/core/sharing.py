@@ -109,9 +109,10 @@ class SharedRows(Value, frozen=True, eq=False):
         return ties
 
     def storage_rows(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Return rows and storage ids, with a pair for every storage of every row.
+        """Return a column of rows and one of storage ids, with an entry for every pair of them.
 
-        Unlike `rows` and `storage_ids`, these columns list each storage of a row in several ones.
+        A row that lies in several storages is listed with each of these. In the fields `rows` and
+        `storage_ids` it is listed once, with an id that stands for all of them.
         """
         if not self.member_storages:
             return self.rows, self.storage_ids
@@ -427,12 +428,15 @@ class _Search:
 
     def finish(self) -> SharedRows:
         """Return all rows that have bytes, in ascending order."""
-        rows, storage_ids, placements = self._rows, self._row_storage_ids, self._row_placement_ids
-        if self._irregular_rows:
-            rows = rows + [irregular.row for irregular in self._irregular_rows]
-            storage_ids = storage_ids + [row.storage_id for row in self._irregular_rows]
-            placements = placements + self._find_irregular_placements(Counter(storage_ids))
+        rows = self._rows
+        storage_ids = self._row_storage_ids
+        for irregular in self._irregular_rows:
+            rows.append(irregular.row)
+            storage_ids.append(irregular.storage_id)
+        placements = self._row_placement_ids
+        placements += self._find_irregular_placements(Counter(storage_ids))
 
+        # The irregular rows are not in order yet, and rows without bytes share nothing.
         order: Sequence[int] = range(len(rows))
         if self._irregular_rows:
             order = sorted(order, key=rows.__getitem__)

@@ -22,7 +22,7 @@ negated, and not on the meta device. It is *whole* if that range is all of its s
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -104,6 +104,7 @@ class RowKind(Value, frozen=True, eq=False):
             is_inside=is_range_inside(chunk.offset, tensor.nbytes, storage.nbytes),
         )
 
+    # A checkpoint has very many tensors of few shapes.
     @staticmethod
     @lru_cache(maxsize=4096)
     def from_shape(
@@ -369,6 +370,7 @@ def read_tensors(tensors: Sequence[LazyTensor]) -> list[np.ndarray]:
     for index, tensor in enumerate(tensors):
         indices_by_source.setdefault(tensor.source, []).append(index)
 
+    # Very many new arrays would start the garbage collector again and again.
     arrays = [NO_ARRAY] * len(tensors)
     with gc_paused():
         for source, indices in indices_by_source.items():
@@ -440,9 +442,7 @@ class Table(Mapping[str, LazyTensor]):
     @cached_property
     def rows_not_whole(self) -> Mapping[int, None]:
         """The rows that are not whole, in ascending order. The values mean nothing."""
-        return self._find_rows(
-            [index for index, kind in enumerate(self.kinds) if not kind.is_whole]
-        )
+        return self._find_rows(lambda kind: not kind.is_whole)
 
     @cached_property
     def rows_read_singly(self) -> Mapping[int, None]:
@@ -452,14 +452,13 @@ class Table(Mapping[str, LazyTensor]):
         """
         if not self.storages.can_read_ranges:
             return self.rows_not_whole
-        return self._find_rows(
-            [index for index, kind in enumerate(self.kinds) if not kind.is_contiguous]
-        )
+        return self._find_rows(lambda kind: not kind.is_contiguous)
 
-    def _find_rows(self, kind_indices: Collection[int]) -> dict[int, None]:
-        """Return the rows of some kinds and all irregular rows, in ascending order."""
+    def _find_rows(self, is_wanted: Callable[[RowKind], bool]) -> dict[int, None]:
+        """Return the rows of the wanted kinds and all irregular rows, in ascending order."""
         irregular = self.irregular
-        wanted_kinds = {*kind_indices}
+        wanted_kinds = {index for index, kind in enumerate(self.kinds) if is_wanted(kind)}
+        # The usual case: a look at few kinds saves a look at very many rows.
         if not irregular and not wanted_kinds:
             return {}
         rows = enumerate(self.kind_indices)
@@ -469,6 +468,7 @@ class Table(Mapping[str, LazyTensor]):
 
     def lazy_tensor(self, row: int) -> LazyTensor:
         """Return a row as a lazy tensor."""
+        # The leaves of a tree are the same objects as the tensors of its table.
         if self._lazy_tensors is not None:
             return self._lazy_tensors[row]
         if row in self.irregular:
@@ -490,13 +490,11 @@ class Table(Mapping[str, LazyTensor]):
         if not isinstance(self.storages, FileColumns):
             return {}
         storage_crcs = self.storages.crcs.tolist()
-        is_whole = [kind.is_whole for kind in self.kinds]
-
         row_crcs: dict[int, int] = {}
         columns = zip(self.kind_indices, self.storage_indices, strict=True)
         for row, (kind_index, storage_index) in enumerate(columns):
             # A file records the checksum of a storage, which is that of a row only if it is whole.
-            if storage_index != IRREGULAR and is_whole[kind_index]:
+            if storage_index != IRREGULAR and self.kinds[kind_index].is_whole:
                 crc = storage_crcs[storage_index]
                 if crc != NO_CRC:
                     row_crcs[row] = crc
@@ -533,8 +531,7 @@ class Table(Mapping[str, LazyTensor]):
             if not self.storages.can_read_ranges or all(kind.is_whole for kind in self.kinds):
                 return self.storages.read(storage_indices)
             starts = [self.offsets.get(row, 0) // 8 for row in rows]
-            kind_nbytes = [kind.nbytes for kind in self.kinds]
-            nbytes = [kind_nbytes[self.kind_indices[row]] for row in rows]
+            nbytes = [self.kinds[self.kind_indices[row]].nbytes for row in rows]
             return self.storages.read_ranges(storage_indices, starts, nbytes)
         except StorageMoved as error:
             raise self._build_moved_error(rows[error.request_index]) from None
@@ -695,6 +692,7 @@ class Table(Mapping[str, LazyTensor]):
 
     def read_arrays(self, rows: Sequence[int]) -> list[np.ndarray]:
         """Read rows into new arrays, in parallel and with joined reads."""
+        # Very many new arrays would start the garbage collector again and again.
         arrays = [NO_ARRAY] * len(rows)
         contiguous_indices: list[int] = []
         with gc_paused():

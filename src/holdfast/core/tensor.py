@@ -356,6 +356,7 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         return LazyTensor(**changes)
 
     def __reduce__(self) -> tuple[object, ...]:
+        # A position may refer to all rows of a table. The chunks are those of this tensor alone.
         fields = (self.name, self.dtype, self.shape, self.chunks, self.source, self.traits)
         return LazyTensor, fields
 
