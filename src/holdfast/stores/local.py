@@ -679,13 +679,12 @@ class LocalStore(Store):
         )
         if isinstance(error, OSError) and error.errno in MISSING_ERRNOS and was_there:
             self.is_gone = True
-            replaced_error = Replaced(
+            return Replaced(
                 "the file is gone: the checkpoint was replaced or removed while it was open; "
                 "open it again",
                 file=label,
+                errno=error.errno,
             )
-            replaced_error.errno = error.errno
-            return replaced_error
         return store_error(label, error, inside=self.is_folder)
 
 
@@ -850,6 +849,4 @@ def store_error(
     error_type = StoreError
     if error.errno == errno.ENOENT and not inside:
         error_type = NoSuchPath
-    explained_error = error_type(message, file=label)
-    explained_error.errno = error.errno
-    return explained_error
+    return error_type(message, file=label, errno=error.errno)

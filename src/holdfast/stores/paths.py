@@ -280,6 +280,4 @@ def _describe_type(value: object) -> str:
 
 def _make_error(message: str, path: object, *, error_type: type[BadPath] = BadPath) -> BadPath:
     """Return an error for something that is not a path. Its `errno` is EINVAL."""
-    error = error_type(message, found=path)
-    error.errno = errno.EINVAL
-    return error
+    return error_type(message, found=path, errno=errno.EINVAL)

@@ -70,42 +70,35 @@ def translate_error(error: BaseException, url: str, action: str) -> BaseExceptio
     if isinstance(error, FileNotFoundError):
         if "NoSuchBucket" in text:
             return NoSuchPath("there is no such bucket", file=url)
-        return _make_error("no such object", url, errno.ENOENT)
+        return StoreError("no such object", file=url, errno=errno.ENOENT)
     if isinstance(error, client_errors.AlreadyExistsError):
-        return _make_error("the object exists already", url, errno.EEXIST, ConditionFailed)
+        return ConditionFailed("the object exists already", file=url, errno=errno.EEXIST)
     if isinstance(error, client_errors.PreconditionError | client_errors.NotModifiedError):
         if action == "reading it":
             message = "the object was replaced while the checkpoint was open; open it again"
-            return _make_error(message, url, errno.EIO, Replaced)
+            return Replaced(message, file=url, errno=errno.EIO)
         message = "another program replaced the object meanwhile"
-        return _make_error(message, url, errno.EEXIST, ConditionFailed)
+        return ConditionFailed(message, file=url, errno=errno.EEXIST)
 
     access_errors = client_errors.PermissionDeniedError | client_errors.UnauthenticatedError
     if isinstance(error, access_errors) or DENIED.search(text):
         message = f"{action}: access denied; check the credentials, and whether they have expired"
-        return _make_error(message, url, errno.EACCES)
+        return StoreError(message, file=url, errno=errno.EACCES)
     if isinstance(error, client_errors.NotSupportedError):
         return Unsupported(f"{action}: the store does not support it", file=url)
     if isinstance(error, client_errors.UnknownConfigurationKeyError | ValueError):
         message = f"{action}: the client rejected its configuration; check the environment"
-        return _make_error(message, url, errno.EINVAL)
+        return StoreError(message, file=url, errno=errno.EINVAL)
     if PAST_THE_END.search(text):
         return Truncated("the object ends before the range to read", file=url)
     if OTHER_RANGE.search(text):
         return Truncated("the store returned another range than the requested one", file=url)
-    return _make_error(f"{action} failed: {describe_failure(error)}", url, errno.EIO)
-
-
-def _make_error(
-    message: str, url: str, code: int, error_type: type[StoreError] = StoreError
-) -> StoreError:
-    error = error_type(message, file=url)
-    error.errno = code
-    return error
+    message = f"{action} failed: {describe_failure(error)}"
+    return StoreError(message, file=url, errno=errno.EIO)
 
 
 def describe_failure(error: Exception) -> str:
-    """Return why a request failed, in our words: the client's text may contain a signed URL."""
+    """Return why a request failed, without the client's text, which may contain a signed URL."""
     text = str(error)
     if CREDENTIALS.search(text) and "status code" not in text:
         return (

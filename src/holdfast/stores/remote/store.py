@@ -450,13 +450,12 @@ class RemoteStore(Store):
         if error.errno != errno.ENOENT or not was_there:
             return error
         self._is_gone = True
-        replaced_error = Replaced(
+        return Replaced(
             "the object is gone: the checkpoint was replaced or removed while it was open; "
             "open it again",
             file=self.label(key),
+            errno=error.errno,
         )
-        replaced_error.errno = error.errno
-        return replaced_error
 
 
 def _window_indices(start: int, stop: int) -> range:
