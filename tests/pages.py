@@ -13,7 +13,7 @@ Comments that a reader of the page does not see say the rest, each on a line of 
                                             has none of them: only where a page speaks of commands or formats, and says so
     <!-- file: train.py -->                 the block below is the content of this file, and is run by a command further down
     <!-- not run: needs eight GPUs -->      the block below is not run, and why; `test_snippets.py` has the list of all
-    <!-- names: holdfast open read -->      the site has these names here; so with commands and plots (tools/site)
+    <!-- names: holdfast open read -->      the site has these names here; so with commands, errors and plots (tools/site)
 
 Code is in fences and nowhere else, so that no snippet is overlooked: an indented block is a drawing, a record or a synopsis.
 """
@@ -32,7 +32,7 @@ PAGES = [ROOT / "README.md", ROOT / "PYPI.md", *sorted((ROOT / "docs").rglob("*.
 
 LANGUAGES = {"python", "console", "bash", "text", "json"}
 MARKS = {"files", "file", "not run"}
-MADE = re.compile(r"<!-- (names: .+|commands|plot: .+) -->")
+MADE = re.compile(r"<!-- (names: .+|commands|errors|plot: .+) -->")
 """What the site puts something in the place of."""
 SWITCH = ["| before", "with Holdfast |"]
 """The head of a table whose cells are run."""
