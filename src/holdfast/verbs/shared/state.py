@@ -1,9 +1,11 @@
-"""From whatever a caller gives to `save` to a `State`: the same tree, and a table with a row for every tensor in it.
+"""Describe whatever a caller saves as a `State`: the same tree, and a table with a row for each tensor.
 
-numpy arrays and torch tensors are not copied; lazy tensors of an open checkpoint are streamed later. Containers keep their types.
-What is neither a tensor nor a container is left as it is: the target format knows whether it can hold it.
+numpy arrays and torch tensors are not copied. Lazy tensors of an open checkpoint are read later, in
+blocks. Containers keep their types. Values that are neither tensors nor containers stay as they are,
+since only the target format decides whether it can store them.
 
-An object with `state_dict()` and `load_state_dict()` (`Stateful`) stands for what the former returns, wherever it is in the state:
+An object with `state_dict()` and `load_state_dict()` (`Stateful`) is replaced by what the former
+returns, wherever it is in the state:
 
     {"app": AppState(), "step": 3}          {"app": {"w": …, "epoch": 1}, "step": 3}
 """
@@ -14,7 +16,7 @@ import inspect
 import os
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import chain
 from typing import Any, Literal, Protocol, cast
@@ -61,7 +63,8 @@ LAZY_TYPES = (LazyTensor,)
 Arrays = Literal["tensors", "values"]
 Leaf = Callable[[object, Path], object]
 
-SHOWN = 3
+MAX_LISTED_NAMES = 3
+"""The most names in a note."""
 
 
 def tabulate_state(
@@ -71,21 +74,28 @@ def tabulate_state(
     limits: Limits | None = None,
     whole: bool = False,
 ) -> State:
-    """Describe a state without copying its data: tensors are rows of a table, and the tree is the caller's own.
+    """Describe a state without copying its data.
 
-    Of a checkpoint with `non_model_keys`, the model is described; `whole` takes it all.
+    Args:
+        state: An open checkpoint, or a nested object of the caller, which stays the tree.
+        metadata: Texts to save with it.
+        limits: The limit for the depth of the tree.
+        whole: Whether to take everything of a checkpoint. By default only the model of a
+            checkpoint with `non_model_keys` is taken.
     """
     if not isinstance(state, Checkpoint):
         return tabulate_tree(
             replace_stateful(state), metadata=metadata, limits=limits, arrays="tensors"
         )
-    # What a torch file says about itself (its version, its byte order) is true of that file only.
-    texts = {**(state.metadata if format_of(state.format).metadata else {}), **(metadata or {})}
+    texts = {**(metadata or {})}
+    # What a torch file says about itself (its version, its byte order) is only true of that file.
+    if format_of(state.format).metadata:
+        texts = {**state.metadata, **texts}
     if state.is_flat:
         return make_flat_state(mark_uncopyable_rows(state.stored), texts)
-    tree, left = select_model(state, whole=whole)
-    made = tabulate_tree(tree, metadata=texts, limits=limits)
-    return replace(made, notes=(*left, *made.notes))
+    tree, notes = select_model(state, whole=whole)
+    tree_state = tabulate_tree(tree, metadata=texts, limits=limits)
+    return replace(tree_state, notes=(*notes, *tree_state.notes))
 
 
 def tabulate_tree(
@@ -95,67 +105,100 @@ def tabulate_tree(
     limits: Limits | None = None,
     arrays: Arrays = "values",
 ) -> State:
-    """The state of a tree of usual containers. Arrays in the tree of an open checkpoint are plain values, as they were.
+    """Describe a tree of usual containers.
 
-    Raises `CannotHold` with everything that stands in the way.
+    Args:
+        tree: The tree, without `Stateful` objects.
+        metadata: Texts to save with it.
+        limits: The limit for its depth.
+        arrays: Whether numpy arrays are tensors, as in the state of a caller, or plain values, as
+            in the tree of an open checkpoint, whose tensors are lazy.
+
+    Raises:
+        CannotHold: The tree cannot be saved. The error lists every problem.
     """
     describing = _Describing(arrays)
-    kinds = [kind for library in describing.libraries for kind in library.types]
+    tensor_types: list[type] = []
+    for library in describing.libraries:
+        tensor_types += library.types
+    tensor_types += LAZY_TYPES
     depth = (limits or DEFAULTS).depth
-    leaves = find_leaves(tree, [*kinds, *LAZY_TYPES], describing.convert, depth)
+    leaves = find_leaves(tree, tensor_types, describing.convert, depth)
     table = describing.tabulate(leaves)
     if leaves.problems:
         leaves.raise_problems()
     leaves.has_traits = has_marked_tensors(table)
     notes: tuple[str, ...] = ()
     if "torch" in sys.modules and (describing.others or leaves.converted_leaves):
-        notes = _unkept_notes(leaves, table, describing.others)
+        notes = _describe_lost_attributes(leaves, table, describing.others)
     return State(tree, table, leaves, dict(metadata or {}), notes)
 
 
 def select_model(checkpoint: Checkpoint, *, whole: bool) -> tuple[object, tuple[str, ...]]:
-    """The tree of a checkpoint without what stands beside its model, unless `whole` takes it all; and a note about that."""
-    beside, tree = () if whole else checkpoint.non_model_keys, checkpoint.tree
-    if not beside or not isinstance(tree, dict):
+    """Return the tree of a checkpoint without the keys beside its model, and a note about them.
+
+    With `whole`, the tree stays as it is.
+    """
+    tree = checkpoint.tree
+    left_out_keys = () if whole else checkpoint.non_model_keys
+    if not left_out_keys or not isinstance(tree, dict):
         return tree, ()
-    note = f"left out, because it is not part of the model: {', '.join(map(repr, beside))}; select it with keep="
-    return {key: value for key, value in tree.items() if key not in beside}, (note,)
+    keys_text = ", ".join(map(repr, left_out_keys))
+    note = f"left out, because it is not part of the model: {keys_text}; select it with keep="
+    model = {key: value for key, value in tree.items() if key not in left_out_keys}
+    return model, (note,)
 
 
-def _unkept_notes(leaves: Leaves, table: Table, others: Iterable[int]) -> tuple[str, ...]:
-    """Sentences about what is not kept of leaves that are no plain tensors; `others` are the rows of such tensors."""
-    unkept = find_hook("unkept")
-    unkept_names: dict[str, list[str]] = {}
-    described_rows = [(row, table.names[row], leaves.values[row]) for row in others]
+def _describe_lost_attributes(
+    leaves: Leaves, table: Table, other_rows: Iterable[int]
+) -> tuple[str, ...]:
+    """Return notes about attributes of torch tensors that no format stores, such as hooks.
+
+    Args:
+        leaves: The leaves of a state.
+        table: Their table.
+        other_rows: The rows of tensors that are not plain.
+    """
+    find_lost = find_hook("unkept")
+    ordered_leaves = [(row, table.names[row], leaves.values[row]) for row in other_rows]
     for name, value in leaves.converted_leaves:
-        made = leaves.describe(value)
-        first = (
-            next((f"{name}.{part}" for part, _ in made.children()), name)
-            if isinstance(made, Composite)
-            else name
-        )
-        described_rows.append((table.row_indices.get(first, 0), name, value))
+        description = leaves.describe(value)
+        first_name = name
+        if isinstance(description, Composite):
+            # The rows of a composite are its parts. The first one tells where it is in the order.
+            for part_name, _ in description.children():
+                first_name = f"{name}.{part_name}"
+                break
+        ordered_leaves.append((table.row_indices.get(first_name, 0), name, value))
+    ordered_leaves.sort(key=lambda leaf: leaf[0])
+
+    names_by_attribute: dict[str, list[str]] = {}
     seen: set[int] = set()
-    for _, name, value in sorted(described_rows, key=lambda one: one[0]):
-        for what in unkept(value) if id(value) not in seen else ():
-            unkept_names.setdefault(what, []).append(name)
+    for _, name, value in ordered_leaves:
+        if id(value) in seen:
+            continue
         seen.add(id(value))
+        for attribute in find_lost(value):
+            names_by_attribute.setdefault(attribute, []).append(name)
+
     notes = []
-    for what, names in unkept_names.items():
-        more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
-        notes.append(
-            f"{what} is not kept of {', '.join(map(repr, names[:SHOWN]))}{more}".replace(
-                "its hooks is", "hooks are"
-            )
-        )
+    for attribute, names in names_by_attribute.items():
+        listed = ", ".join(map(repr, names[:MAX_LISTED_NAMES]))
+        if len(names) > MAX_LISTED_NAMES:
+            listed += f" and {len(names) - MAX_LISTED_NAMES:,} more"
+        note = f"{attribute} is not kept of {listed}"
+        notes.append(note.replace("its hooks is", "hooks are"))
     return tuple(notes)
 
 
 class Library(Value, frozen=True, eq=False):
-    """The types of one library's tensors, and the function that describes them in columns."""
+    """The tensor types of one library, and the function that describes them in columns."""
 
     types: tuple[type, ...]
     tabulate: Callable[[list[object]], TensorColumns]
+
+
+NUMPY = Library(ARRAY_TYPES, describe_arrays)
 
 
 @cache
@@ -164,42 +207,42 @@ def _torch_library() -> tuple[Library, ...]:
     return (Library(tensors.TYPES, tensors.tabulate_tensors),)
 
 
-NUMPY = Library(ARRAY_TYPES, describe_arrays)
-
-
 @cache
 def _plain_types(*, torch: bool) -> frozenset[type]:
-    """Types of which none keeps a state, and which hold nothing that does."""
-    libraries = (NUMPY, *(_torch_library() if torch else ()))
-    return frozenset(
-        {
-            *NO_STATEFUL,
-            bool,
-            *LAZY_TYPES,
-            *(kind for library in libraries for kind in library.types),
-        }
-    )
+    """Return types of leaves that have no `state_dict`, with or without torch's tensors."""
+    types: set[type] = {*NO_STATEFUL, bool, *LAZY_TYPES, *NUMPY.types}
+    if torch:
+        for library in _torch_library():
+            types.update(library.types)
+    return frozenset(types)
 
 
 class _Describing:
-    """Describes the leaves of one state: those of each library by columns, and the others as lazy tensors."""
+    """Describes the leaves of one state.
+
+    Each library describes all of its plain tensors at once, in columns. The other leaves become lazy
+    tensors, one by one.
+    """
 
     def __init__(self, arrays: Arrays) -> None:
-        numpy = (NUMPY,) if arrays == "tensors" else ()
-        self.libraries = (*numpy, *_torch_library()) if "torch" in sys.modules else numpy
+        libraries: tuple[Library, ...] = (NUMPY,) if arrays == "tensors" else ()
+        if "torch" in sys.modules:
+            libraries = (*libraries, *_torch_library())
+        self.libraries = libraries
         self.others: dict[int, LazyTensor] = {}
-        """Rows that no library gave in columns: a lazy tensor each."""
+        """The rows that no library described in columns, each as a lazy tensor."""
         self._arrays = arrays
         self._values: Sequence[object] = ()
         """The leaf of each row of the table."""
-        self._storage: Sequence[int] = ()
-        """The number of the storage of each row."""
-        self._row_of: dict[int, int] = {}
-        self._tensor_of: dict[int, LazyTensor] = {}
-        """A row, and its lazy tensor, of each storage that was asked for."""
+        self._storage_indices: Sequence[int] = ()
+        """The storage of each row of the table."""
+        self._row_by_storage: dict[int, int] = {}
+        """A row of each storage. Made when a lazy tensor is asked for first."""
+        self._tensor_by_storage: dict[int, LazyTensor] = {}
+        """A lazy tensor of each storage that one was asked for."""
 
     @cached_property
-    def _resident(self) -> MemoryTensors:
+    def _memory(self) -> MemoryTensors:
         return MemoryTensors()
 
     @cached_property
@@ -207,169 +250,210 @@ class _Describing:
         # Only if the caller has torch can there be a torch tensor.
         if "torch" not in sys.modules:
             return lambda value, path: value
-        return cast("Leaf", find_hook("torch_leaf")(self._resident))
+        return cast("Leaf", find_hook("torch_leaf")(self._memory))
 
     def convert(self, value: object, path: Path) -> object:
         """Return the lazy tensor or the composite of a leaf, or what is kept of any other value."""
         if isinstance(value, np.ndarray):
-            return self._resident.wrap_array(value) if self._arrays == "tensors" else value
+            return self._memory.wrap_array(value) if self._arrays == "tensors" else value
         value = self._convert_foreign(value, path)
         if isinstance(value, LazyTensor | Composite | np.generic | type):
             return value
         if not hasattr(value, "__array__"):
             return value
-        # Of JAX, a key for random numbers or an array with parts on other machines gives no array.
+        # JAX's keys for random numbers, and arrays with shards on other machines, give no array.
         try:
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise Unsupported(f"{describe_value(value)} gives no array: {error}") from error
-        return self._resident.wrap_array(array)
+        return self._memory.wrap_array(array)
 
     def tabulate(self, leaves: Leaves) -> Table:
-        """Make the table of the leaves."""
+        """Return the table of the leaves. Problems of single leaves are added to the leaves."""
         values = leaves.values
-        present = {*map(type, values)}
-        if present <= {*LAZY_TYPES}:
+        present_types = {*map(type, values)}
+        if present_types <= {*LAZY_TYPES}:
             return make_lazy_table(leaves.names, cast("list[LazyTensor]", values))
 
-        parts: list[TensorColumns] = []
+        columns_list: list[TensorColumns] = []
         for library in self.libraries:
-            types = present.intersection(library.types)
-            if types == present:
-                parts.append(library.tabulate(values))
+            types = present_types.intersection(library.types)
+            if types == present_types:
+                columns_list.append(library.tabulate(values))
             elif types:
                 rows = [row for row, value in enumerate(values) if type(value) in types]
-                part = library.tabulate([values[row] for row in rows])
-                parts.append(replace(part, rows=[rows[at] for at in part.rows]))
-        if sum(len(part.rows) for part in parts) < len(values):
-            parts = self._describe_others(leaves, parts)
-        if len(parts) != 1 or self.others:
-            return self._join(leaves, parts)
+                columns = library.tabulate([values[row] for row in rows])
+                columns_list.append(replace(columns, rows=[rows[i] for i in columns.rows]))
+        if sum(len(columns.rows) for columns in columns_list) < len(values):
+            columns_list = self._describe_others(leaves, columns_list)
+        if len(columns_list) != 1 or self.others:
+            return self._join(leaves, columns_list)
 
-        (part,) = parts
-        self._values, self._storage = leaves.values, part.storage_indices
-        storages = StateStorages([part.storages], self._view)
+        (columns,) = columns_list
+        self._values = leaves.values
+        self._storage_indices = columns.storage_indices
         return Table(
             leaves.names,
-            part.kinds,
-            part.kind_indices,
-            part.storage_indices,
-            storages,
+            columns.kinds,
+            columns.kind_indices,
+            columns.storage_indices,
+            StateStorages([columns.storages], self._make_lazy_tensor),
             {},
-            offsets=part.offsets,
+            offsets=columns.offsets,
         )
 
-    def _describe_others(self, leaves: Leaves, parts: list[TensorColumns]) -> list[TensorColumns]:
-        """Describe all other rows as lazy tensors. A composite is several rows, and moves those behind it."""
-        made: dict[int, object] = {}
-        plain = {row for part in parts for row in part.rows}
-        wholes: dict[int, Composite] = {}
-        for row in [row for row in range(len(leaves.values)) if row not in plain]:
-            value = leaves.values[row]
-            if id(value) not in made:
-                try:
-                    made[id(value)] = (
-                        value if isinstance(value, LazyTensor) else self.convert(value, ())
-                    )
-                except Unsupported as error:
-                    made[id(value)] = None
-                    leaves.problems.append(f"{leaves.names[row]}: {error.message}")
-            lazy = made[id(value)]
-            if isinstance(lazy, Composite):
-                wholes[row] = lazy
-            elif isinstance(lazy, LazyTensor):
-                self.others[row] = leaves.irregular_tensors[id(value)] = lazy
+    def _describe_others(
+        self, leaves: Leaves, columns_list: list[TensorColumns]
+    ) -> list[TensorColumns]:
+        """Describe all rows that are in no columns as lazy tensors.
+
+        A composite, such as a sparse tensor, becomes several rows and moves the rows behind it.
+
+        Returns:
+            The columns with their new rows.
+        """
+        described_rows = {row for columns in columns_list for row in columns.rows}
+        descriptions: dict[int, object] = {}
+        composites: dict[int, Composite] = {}
+        for row, value in enumerate(leaves.values):
+            if row in described_rows:
+                continue
+            if id(value) not in descriptions:
+                descriptions[id(value)] = self._describe_leaf(leaves, row)
+            description = descriptions[id(value)]
+            if isinstance(description, Composite):
+                composites[row] = description
+            elif isinstance(description, LazyTensor):
+                self.others[row] = description
+                leaves.irregular_tensors[id(value)] = description
         leaves.raise_problems()
-        if not wholes:
-            return parts
-        grown = np.ones(len(leaves.values), np.int64)
-        for row, whole in wholes.items():
-            grown[row] = len(whole.parts)
-        place = (np.cumsum(grown) - grown).tolist()
-        self.others = {place[row]: tensor for row, tensor in self.others.items()}
-        for row, whole in wholes.items():
-            self.others |= {
-                place[row] + at: tensor for at, (_, tensor) in enumerate(whole.children())
-            }
-        leaves.replace_with_parts(wholes)
-        return [replace(part, rows=[place[row] for row in part.rows]) for part in parts]
+        if not composites:
+            return columns_list
 
-    def _join(self, leaves: Leaves, parts: list[TensorColumns]) -> Table:
-        """Join the rows of several libraries and of lazy tensors."""
+        row_counts = np.ones(len(leaves.values), np.int64)
+        for row, composite in composites.items():
+            row_counts[row] = len(composite.parts)
+        new_rows = (np.cumsum(row_counts) - row_counts).tolist()
+        self.others = {new_rows[row]: tensor for row, tensor in self.others.items()}
+        for row, composite in composites.items():
+            for index, (_, tensor) in enumerate(composite.children()):
+                self.others[new_rows[row] + index] = tensor
+        leaves.replace_with_parts(composites)
+        return [
+            replace(columns, rows=[new_rows[row] for row in columns.rows])
+            for columns in columns_list
+        ]
+
+    def _describe_leaf(self, leaves: Leaves, row: int) -> object:
+        """Describe one leaf. If that is not possible, add a problem and return None."""
+        value = leaves.values[row]
+        if isinstance(value, LazyTensor):
+            return value
+        try:
+            return self.convert(value, ())
+        except Unsupported as error:
+            leaves.problems.append(f"{leaves.names[row]}: {error.message}")
+            return None
+
+    def _join(self, leaves: Leaves, columns_list: list[TensorColumns]) -> Table:
+        """Return one table of the columns of several libraries and of the lazy tensors."""
         names = leaves.names
-        others = sorted(self.others)
-        lazy = describe_lazy_tensors([self.others[row] for row in others])
-        parts.append(replace(lazy, rows=[others[at] for at in lazy.rows]))
-        kinds: list[RowKind] = []
-        kind, storage = [0] * len(names), [IRREGULAR] * len(names)
-        offsets: dict[int, int] = {}
-        for part, numbers in zip(parts, self._numbers(parts), strict=True):
-            first = len(kinds)
-            kinds += part.kinds
-            for row, one, number in zip(
-                part.rows, part.kind_indices, part.storage_indices, strict=True
-            ):
-                kind[row], storage[row] = first + one, numbers[number]
-            offsets |= {part.rows[at]: offset for at, offset in part.offsets.items()}
-        irregular: dict[int, LazyTensor] = {}
-        for row in others:
-            if storage[row] == IRREGULAR:
-                irregular[row], kind[row] = self.others[row].renamed(names[row]), len(kinds)
-                kinds.append(RowKind.from_tensor(irregular[row]))
-        self._values, self._storage = leaves.values, storage
-        storages = StateStorages([part.storages for part in parts], self._view)
-        return Table(names, kinds, kind, storage, storages, irregular, offsets=offsets)
+        other_rows = sorted(self.others)
+        lazy_columns = describe_lazy_tensors([self.others[row] for row in other_rows])
+        rows = [other_rows[index] for index in lazy_columns.rows]
+        columns_list.append(replace(lazy_columns, rows=rows))
 
-    def _view(self, number: int, kind: RowKind, name: str, offset: int) -> LazyTensor:
-        """Make a lazy tensor over a storage of the table."""
-        if number not in self._tensor_of:
-            if not self._row_of:
-                self._row_of.update(zip(self._storage, range(len(self._storage)), strict=True))
-            value = self._values[self._row_of[number]]
+        kinds: list[RowKind] = []
+        kind_indices = [0] * len(names)
+        storage_indices = [IRREGULAR] * len(names)
+        offsets: dict[int, int] = {}
+        joint_indices = self._number_storages(columns_list)
+        for columns, joint_storages in zip(columns_list, joint_indices, strict=True):
+            first_kind = len(kinds)
+            kinds += columns.kinds
+            column_rows = zip(
+                columns.rows, columns.kind_indices, columns.storage_indices, strict=True
+            )
+            for row, kind_index, storage_index in column_rows:
+                kind_indices[row] = first_kind + kind_index
+                storage_indices[row] = joint_storages[storage_index]
+            offsets |= {columns.rows[index]: offset for index, offset in columns.offsets.items()}
+
+        irregular: dict[int, LazyTensor] = {}
+        for row in other_rows:
+            if storage_indices[row] == IRREGULAR:
+                irregular[row] = self.others[row].renamed(names[row])
+                kind_indices[row] = len(kinds)
+                kinds.append(RowKind.from_tensor(irregular[row]))
+        self._values = leaves.values
+        self._storage_indices = storage_indices
+        storages = StateStorages(
+            [columns.storages for columns in columns_list], self._make_lazy_tensor
+        )
+        return Table(
+            names, kinds, kind_indices, storage_indices, storages, irregular, offsets=offsets
+        )
+
+    def _make_lazy_tensor(
+        self, storage_index: int, kind: RowKind, name: str, offset: int
+    ) -> LazyTensor:
+        """Make a lazy tensor over a storage of the table. `offset` is in bits."""
+        if storage_index not in self._tensor_by_storage:
+            if not self._row_by_storage:
+                rows = range(len(self._storage_indices))
+                self._row_by_storage.update(zip(self._storage_indices, rows, strict=True))
+            value = self._values[self._row_by_storage[storage_index]]
             if not isinstance(value, LazyTensor):
                 value = cast("LazyTensor", self.convert(value, ()))
-            self._tensor_of[number] = value
-        whole = self._tensor_of[number]
+            self._tensor_by_storage[storage_index] = value
+        stored_tensor = self._tensor_by_storage[storage_index]
+
         strides = kind.strides
         if 0 in kind.shape:
-            offset, strides = 0, (0,) * len(kind.shape)
-        chunk = Chunk(Box.whole(kind.shape), whole.chunks[0].storage, offset, strides)
-        return LazyTensor(name, kind.dtype, kind.shape, (chunk,), whole.source, kind.traits)
+            # The offset of a tensor without elements may lie outside of its storage.
+            offset = 0
+            strides = (0,) * len(kind.shape)
+        storage = stored_tensor.chunks[0].storage
+        chunk = Chunk(Box.whole(kind.shape), storage, offset, strides)
+        return LazyTensor(name, kind.dtype, kind.shape, (chunk,), stored_tensor.source, kind.traits)
 
-    def _numbers(self, parts: Sequence[TensorColumns]) -> list[Sequence[int]]:
-        """The numbers of each part's storages among those of all parts. One memory has one number, in whichever part it is."""
-        places, known, found, before = (
-            self._resident.address_ranges(),
-            dict[tuple[int, int], int](),
-            list[Sequence[int]](),
-            0,
-        )
-        for part in parts:
-            lengths = part.storages.nbytes.tolist()
-            if isinstance(part.storages, FileStorages):
-                keys = [
-                    place.key if place.store is self._resident.store else ""
-                    for place in part.storages.files
-                ]
-                own = [
-                    places.get(keys[file], (0, 0)) for file in part.storages.file_indices.tolist()
-                ]
+    def _number_storages(self, columns_list: Sequence[TensorColumns]) -> list[Sequence[int]]:
+        """Number the storages of all columns together.
+
+        Tensors of several libraries may share memory, such as `torch.from_numpy(array)` and the
+        array. One range of memory has one number.
+
+        Returns:
+            For each of the columns, the joint number of each of its storages.
+        """
+        address_ranges = self._memory.address_ranges()
+        index_by_range: dict[tuple[int, int], int] = {}
+        joint_indices: list[Sequence[int]] = []
+        storage_count = 0
+        for columns in columns_list:
+            nbytes = columns.storages.nbytes.tolist()
+            if isinstance(columns.storages, FileStorages):
+                # Arrays that were wrapped one by one are files of the store in memory.
+                file_ranges = [(0, 0)] * len(columns.storages.files)
+                for file_index, file in enumerate(columns.storages.files):
+                    if file.store is self._memory.store:
+                        file_ranges[file_index] = address_ranges.get(file.key, (0, 0))
+                ranges = [file_ranges[index] for index in columns.storages.file_indices.tolist()]
             else:
-                own = [*zip(part.addresses(), lengths, strict=True)]
-            here = range(before, before + len(lengths))
-            found.append(
-                [
-                    known[place] if place in known else number  # noqa: SIM401  # a call each
-                    for place, number in zip(own, here, strict=True)
-                ]
-            )
-            known |= {
-                place: number
-                for place, number in zip(own, found[-1], strict=True)
-                if place[0] and place[1]
+                ranges = [*zip(columns.addresses(), nbytes, strict=True)]
+
+            indices: list[int] = []
+            for index, address_range in enumerate(ranges, storage_count):
+                indices.append(index_by_range.get(address_range, index))
+            # Only memory has an address. An empty storage shares its bytes with nobody.
+            index_by_range |= {
+                address_range: index
+                for address_range, index in zip(ranges, indices, strict=True)
+                if address_range[0] and address_range[1]
             }
-            before += len(lengths)
-        return found
+            joint_indices.append(indices)
+            storage_count += len(nbytes)
+        return joint_indices
 
 
 NO_STATEFUL = (str, bytes, int, float, complex, type(None), type)
@@ -388,96 +472,118 @@ class Stateful(Protocol):
 def order_state_and_path(
     state: object, path: object
 ) -> tuple[Stateful | Mapping[str, object], str | os.PathLike[str]]:
-    """The state and the path, whichever was given first (`order_content_and_path`)."""
+    """Return the state and the path, in whichever order the caller gave them."""
     state, path = order_content_and_path(state, path)
     return cast("Stateful | Mapping[str, object]", state), cast("str | os.PathLike[str]", path)
 
 
 def is_stateful(value: object) -> bool:
-    """Whether an object has both methods. What it only pretends to have (`__getattr__`) does not count."""
+    """Return whether an object has `state_dict` and `load_state_dict`.
+
+    Methods that only `__getattr__` makes up do not count.
+    """
     if isinstance(value, NO_STATEFUL):
         return False
-    return all(_has(value, name) for name in ("state_dict", "load_state_dict"))
+    return all(_has_method(value, name) for name in ("state_dict", "load_state_dict"))
 
 
 def unwrap_module(value: Stateful) -> Stateful:
-    """The object; for a module that DDP or `torch.compile` wraps, one that names its state as the module inside does."""
+    """Return an object whose state has the names of the module inside of a wrapper.
+
+    DDP and `torch.compile` wrap modules and change their names. Other objects stay as they are.
+    """
     if "torch" not in sys.modules:
         return value
     return cast("Stateful", find_hook("plainly_named")(value))
 
 
 def list_stateful_keys(mapping: Mapping[object, object]) -> list[object]:
-    """The keys of the objects with a state, in an order that is the same on all ranks: their methods may talk to each other."""
+    """Return the keys of objects with a state, in an order that is the same on all ranks.
+
+    The `state_dict` methods of several ranks may communicate, so all ranks call them in one order.
+    """
     return sorted((key for key, value in mapping.items() if is_stateful(value)), key=str)
 
 
 def replace_stateful(state: object) -> object:
-    """The state in usual containers, with a state dict in the place of every object that has one.
+    """Return a state with a state dict in the place of every object that has one.
 
-    What holds none stays the very same object. A mapping of another class becomes a dict, and so does a class that is made of one;
-    an `OrderedDict` and a `defaultdict` stay such.
+    Containers without such an object stay the very same objects. A mapping of another class becomes
+    a dict; an `OrderedDict` and a `defaultdict` stay what they are.
     """
     plain_types = _plain_types(torch="torch" in sys.modules)
-    # Most states have nothing but usual containers and leaves that keep no state. They are looked
-    # through level by level, and no function is called for a container.
+    # Most states have nothing but usual containers and leaves without a state. They are searched
+    # level by level, without a function call for each container.
     level: Collection[object] = [state]
     seen: set[int] = set()
-    while not (types := {*map(type, level)}) <= plain_types:
+    while True:
+        types = {*map(type, level)}
+        if types <= plain_types:
+            return state
         if not plain_types.issuperset(types - CONTAINER_TYPES):
-            taking = StateDictWalk(plain_types)
+            walk = StateDictWalk(plain_types)
             return rebuild(
                 state,
                 lambda value, _: value,
-                get_children=taking.inside,
-                make_container=taking.made,
+                get_children=walk.get_children,
+                make_container=walk.make_container,
                 max_depth=MAX_CALLS,
             )
         containers: list[Any] = [value for value in level if type(value) in CONTAINER_TYPES]
-        inner = dict(zip(map(id, containers), containers, strict=True))
-        unseen = [inner[identity] for identity in inner.keys() - seen]
+        containers_by_id = dict(zip(map(id, containers), containers, strict=True))
+        unseen = [containers_by_id[identity] for identity in containers_by_id.keys() - seen]
         dicts = [container for container in unseen if type(container) in DICT_TYPES]
-        others = [container for container in unseen if type(container) not in DICT_TYPES]
-        level = [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(others)]
-        seen.update(inner)
-    return state
+        sequences = [container for container in unseen if type(container) not in DICT_TYPES]
+        level = [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(sequences)]
+        seen.update(containers_by_id)
 
 
-def _has(value: object, name: str) -> bool:
-    # First of its class, which nearly always has it. What does not even pretend to have it is done at once: arrays are many.
-    if hasattr(type(value), name) and callable(inspect.getattr_static(type(value), name, None)):
+def _has_method(value: object, name: str) -> bool:
+    # The class is checked first: nearly always the method is there. `hasattr` is fast for arrays,
+    # of which there may be many, and which do not even claim to have it.
+    value_type = type(value)
+    if hasattr(value_type, name) and callable(inspect.getattr_static(value_type, name, None)):
         return True
     return name in getattr(value, "__dict__", ()) and callable(getattr(value, name))
 
 
 class StateDictWalk:
-    """Replaces objects by their state dicts, on one walk through a state."""
+    """Replaces objects by their state dicts, on one walk through a state (`core.tree.rebuild`)."""
 
     def __init__(self, plain_types: frozenset[type]) -> None:
-        self._leaves = plain_types
+        self._leaf_types = plain_types
         self._stateful: set[int] = set()
+        """The identities of objects that were replaced."""
         self._keys: dict[int, list[object]] = {}
         """The keys of mappings with such objects, in the order in which these were replaced."""
 
-    def inside(self, value: object) -> Iterable[tuple[object, object]] | None:
-        if isinstance(value, NO_STATEFUL) or type(value) in self._leaves:
+    def get_children(self, value: object) -> Iterable[tuple[object, object]] | None:
+        """Return the children of a value by their keys, or None for a leaf."""
+        if isinstance(value, NO_STATEFUL) or type(value) in self._leaf_types:
             return None
         if is_stateful(value):
             self._stateful.add(id(value))
-            # Called when it is entered: what contains itself is not called again.
-            return ((None, unwrap_module(cast(Stateful, one)).state_dict()) for one in (value,))
-        if type(value) in USUAL_TYPES and self._leaves.issuperset(map(type, get_values(value))):
+            return self._iterate_state_dict(cast(Stateful, value))
+        if type(value) in USUAL_TYPES and self._leaf_types.issuperset(map(type, get_values(value))):
             return None
-        if isinstance(value, Mapping) and (first := list_stateful_keys(value)):
-            self._keys[id(value)] = keys = [*dict.fromkeys(chain(first, value))]
-            return ((key, value[key]) for key in keys)
-        return (
-            get_mapping_children(value)
-            if isinstance(value, Mapping) or type(value) in (list, tuple)
-            else None
-        )
+        if isinstance(value, Mapping):
+            stateful_keys = list_stateful_keys(value)
+            if stateful_keys:
+                keys = [*dict.fromkeys(chain(stateful_keys, value))]
+                self._keys[id(value)] = keys
+                return ((key, value[key]) for key in keys)
+            return get_mapping_children(value)
+        if type(value) in (list, tuple):
+            return get_mapping_children(value)
+        return None
 
-    def made(self, value: Any, children: list[object], _: LinkedPath) -> object:  # noqa: ANN401  # what `inside` entered
+    def _iterate_state_dict(self, value: Stateful) -> Iterator[tuple[object, object]]:
+        # A generator, so that the method is only called when the walk enters the object. An object
+        # that contains itself is not entered again.
+        yield None, unwrap_module(value).state_dict()
+
+    def make_container(self, value: Any, children: list[object], _: LinkedPath) -> object:  # noqa: ANN401  # any container
+        """Return a container with new children, or the state dict of an object."""
         if id(value) in self._stateful:
             return children[0]
         keys = self._keys.pop(id(value), None)
@@ -486,42 +592,47 @@ class StateDictWalk:
             children = [by_key[key] for key in value]
         if type(value) in USUAL_TYPES or isinstance(value, defaultdict | Counter):
             return replace_children(value, children)
-        inner = dict(zip(value, children, strict=True))
+        items = dict(zip(value, children, strict=True))
         if not isinstance(value, OrderedDict):
-            return inner
-        ordered = OrderedDict(inner)
-        # torch keeps the versions of a state_dict() here.
+            return items
+        ordered = OrderedDict(items)
+        # torch keeps the versions of a state_dict() in the attributes of the dict.
         vars(ordered).update(vars(value))
         return ordered
 
 
 def make_flat_state(table: Table, metadata: Mapping[str, str]) -> State:
-    """A plain dict of the rows of a table. None of them is made."""
+    """Return a state that is a plain dict of the rows of a table, without making lazy tensors."""
     leaves = Leaves((RowLeaf,), lambda value, path: value)
-    leaves.names, leaves.values = [*table.names], [*map(RowLeaf, range(len(table.names)))]
+    leaves.names = [*table.names]
+    leaves.values = [*map(RowLeaf, range(len(table.names)))]
     leaves.has_traits = has_marked_tensors(table)
     tree = dict(zip(table.names, leaves.values, strict=True))
     return State(tree, table, leaves.for_table(table), dict(metadata))
 
 
 def has_marked_tensors(table: Table) -> bool:
-    """Whether a tensor is more than its elements, so that a tree records it."""
-    traits = [table.kinds[number].traits for number in {*table.kind_indices}]
-    return any(one is not PLAIN_TRAITS and is_marked(one) for one in traits)
+    """Return whether a tensor is more than its elements, so that a stored tree records it."""
+    used_traits = [table.kinds[kind_index].traits for kind_index in {*table.kind_indices}]
+    return any(traits is not PLAIN_TRAITS and is_marked(traits) for traits in used_traits)
 
 
 def replace_rows(table: Table, tensors: Mapping[int, LazyTensor]) -> Table:
+    """Return a table in which some rows are these lazy tensors. The names stay."""
     if not tensors:
         return table
-    kinds, kind, storage = [*table.kinds], [*table.kind_indices], [*table.storage_indices]
+    kinds = [*table.kinds]
+    kind_indices = [*table.kind_indices]
+    storage_indices = [*table.storage_indices]
     for row, tensor in tensors.items():
-        kind[row], storage[row] = len(kinds), IRREGULAR
+        kind_indices[row] = len(kinds)
+        storage_indices[row] = IRREGULAR
         kinds.append(RowKind.from_tensor(tensor))
     return Table(
         table.names,
         kinds,
-        kind,
-        storage,
+        kind_indices,
+        storage_indices,
         table.storages,
         {**table.irregular, **tensors},
         offsets=table.offsets,
@@ -529,41 +640,46 @@ def replace_rows(table: Table, tensors: Mapping[int, LazyTensor]) -> Table:
 
 
 def replace_table(state: State, table: Table) -> State:
-    """The state with the rows of another table in the places of its own, under their names."""
+    """Return the state with another table, whose rows replace its own under the same names."""
     leaves = state.leaves.for_table(table)
     leaves.has_traits = has_marked_tensors(table)
     return replace(state, tensors=table, leaves=leaves)
 
 
 def replace_tree(state: State, tree: object, limits: Limits | None = None) -> State:
-    """The state of another tree over tensors of this one, under the names that they have there."""
-    leaves = state.leaves
-    rows = dict(zip(map(id, leaves.values), range(len(leaves.values)), strict=True))
-    found = find_leaves(
+    """Return a state with another tree over the same tensors.
+
+    The tensors of the tree must be leaves of the state. They get the names that they have in the
+    new tree.
+    """
+    old_leaves = state.leaves
+    rows = {id(value): row for row, value in enumerate(old_leaves.values)}
+    new_leaves = find_leaves(
         tree,
-        leaves.tensor_types,
-        lambda value, path: leaves.describe(value),
+        old_leaves.tensor_types,
+        lambda value, path: old_leaves.describe(value),
         (limits or DEFAULTS).depth,
     )
-    found.raise_problems()
-    moved = state.tensors.select([rows[id(value)] for value in found.values], found.names)
-    moved_leaves = found.for_table(moved)
-    moved_leaves.has_traits = has_marked_tensors(moved)
-    return replace(state, tree=tree, tensors=moved, leaves=moved_leaves)
+    new_leaves.raise_problems()
+    selected_rows = [rows[id(value)] for value in new_leaves.values]
+    table = state.tensors.select(selected_rows, new_leaves.names)
+    leaves = new_leaves.for_table(table)
+    leaves.has_traits = has_marked_tensors(table)
+    return replace(state, tree=tree, tensors=table, leaves=leaves)
 
 
 def make_lazy_tree(state: State) -> object:
-    """The tree of a state with a lazy tensor in the place of each leaf, for whoever looks at them one by one."""
+    """Return the tree of a state with a lazy tensor in the place of each tensor."""
     rows = {id(value): row for row, value in enumerate(state.leaves.values)}
-    views: dict[int, LazyTensor] = {}
+    lazy_tensors: dict[int, LazyTensor] = {}
 
-    def lazy(value: object, _: LinkedPath) -> object:
-        found = state.leaves.describe(value)
-        row = rows.get(id(found))
+    def replace_leaf(value: object, _: LinkedPath) -> object:
+        description = state.leaves.describe(value)
+        row = rows.get(id(description))
         if row is None:
-            return found
-        if row not in views:
-            views[row] = state.tensors.lazy_tensor(row)
-        return views[row]
+            return description
+        if row not in lazy_tensors:
+            lazy_tensors[row] = state.tensors.lazy_tensor(row)
+        return lazy_tensors[row]
 
-    return rebuild(state.tree, lazy)
+    return rebuild(state.tree, replace_leaf)
