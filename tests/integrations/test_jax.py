@@ -401,7 +401,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         "step-1000",
     )
     names = run_page("needs JAX")
-    assert names["state"]["model"]["weight"].sharding == names["rows"]
+    assert names["state"]["model"]["weight"].sharding == names["by_rows"]
     assert set(holdfast.open("converted")) == {"params.weight", "params.bias"}
 
 

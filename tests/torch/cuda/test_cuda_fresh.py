@@ -53,7 +53,7 @@ def many(name: str) -> dict[str, torch.Tensor]:
 
 def read_fresh(checkpoint, names, most=None) -> dict[str, torch.Tensor]:
     table = checkpoint.stored
-    rows = [table.rows[name] for name in names]
+    rows = [table.row_indices[name] for name in names]
     fresh = [
         (row, kind)
         for row, kind in zip(rows, fresh_kinds(table, rows, device=CPU), strict=True)

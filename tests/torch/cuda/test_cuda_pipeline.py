@@ -71,7 +71,7 @@ def test_every_task_passes_once(tasks, blocks, threads, known):
 @pytest.mark.parametrize("allowed", [0, 1, 2, 5])
 def test_those_that_can_start_do_all_of_it(monkeypatch, allowed):
     """The system refuses threads; one that leads others may be among those."""
-    left, turn, before = [allowed], threading.Lock(), pipeline.start
+    left, turn, before = [allowed], threading.Lock(), pipeline.start_thread
 
     def start(run, **more):
         with turn:

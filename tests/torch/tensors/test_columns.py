@@ -63,9 +63,9 @@ def test_rows_are_what_each_tensor_says(names: list[str]):
     tensors = [{**KEPT, **LEFT}[name]() for name in names]
     found = tabulate_tensors([*tensors])
     assert [*found.rows] == [at for at, name in enumerate(names) if name in KEPT]
-    assert {*found.kind} == {*range(len(found.kinds))}
+    assert {*found.kind_indices} == {*range(len(found.kinds))}
     for at, (row, kind, number) in enumerate(
-        zip(found.rows, found.kind, found.storage, strict=True)
+        zip(found.rows, found.kind_indices, found.storage_indices, strict=True)
     ):
         tensor, said = tensors[row], found.kinds[kind]
         bits = 8 * tensor.element_size()
@@ -85,7 +85,7 @@ def test_rows_are_what_each_tensor_says(names: list[str]):
             isinstance(tensor, torch.nn.Parameter),
         )
         assert said.location == "cpu"
-    assert len({*found.storage}) == len(found.rows)
+    assert len({*found.storage_indices}) == len(found.rows)
 
 
 def test_none_are_rows_where_somebody_watches():
