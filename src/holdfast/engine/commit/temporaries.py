@@ -295,16 +295,11 @@ def _remove_if_abandoned(
     if metadata is None or metadata.kind not in ("file", "directory"):
         return
 
-    if not is_of_target and files.is_shared(dir_fd):
-        # Another machine may be writing this file, and its lock may be invisible here. The file
-        # system's own time counts as well, because the clock of this machine may be ahead.
-        now = min(time.time(), files.inspect(dir_fd).changed_s)
-        if metadata.changed_s > now - MIN_ABANDONED_AGE_S:
-            return
-
     is_folder = metadata.kind == "directory"
     is_set_aside = is_folder and name.endswith(".old")
     if is_set_aside and not include_set_aside:
+        return
+    if not is_of_target and _may_be_in_use_elsewhere(location, metadata):
         return
 
     if is_folder:
@@ -335,6 +330,15 @@ def _remove_if_abandoned(
     finally:
         with suppress(OSError):
             files.close(descriptor)
+
+
+def _may_be_in_use_elsewhere(location: TargetLocation, metadata: FileEntry) -> bool:
+    """Return whether another machine may be writing a temporary, whose lock is invisible here."""
+    if not location.files.is_shared(location.dir_fd):
+        return False
+    # The file system's own time counts as well, because the clock of this machine may be ahead.
+    now = min(time.time(), location.files.inspect(location.dir_fd).changed_s)
+    return metadata.changed_s > now - MIN_ABANDONED_AGE_S
 
 
 def list_unfinished(path: AnyPath) -> list[str]:

@@ -284,6 +284,10 @@ class FileTransaction(_Transaction):
             raise NotCommitted(message, file=self.path, errno=error.errno) from error
 
     def _end(self) -> None:
+        """Close everything, and remove the temporary if it was not renamed.
+
+        It may be called several times, and at any moment of the transaction.
+        """
         target = self._target
         temporary = self._temporary
         self._target = None
@@ -543,6 +547,11 @@ class DirectoryTransaction(_Transaction):
         self._remove_old()
 
     def _inspect_replaced(self, target: LocalTarget, existing: FileEntry) -> None:
+        """Check that the old folder may be replaced, and remember who may access its files.
+
+        Raises:
+            NotCommitted: The folder has something that does not belong to a checkpoint.
+        """
         dir_fd = target.files.open_directory(target.name, dir_fd=target.dir_fd)
         try:
             for name in self._list_replaceable(target.files, dir_fd):
@@ -658,12 +667,18 @@ class DirectoryTransaction(_Transaction):
         return f" (what it replaced is kept as {old.name})"
 
     def _close_old(self) -> None:
+        """Release the lock of the folder that was replaced."""
         if self._old is not None:
             with suppress(OSError):
                 self._old.close()
         self._old = None
 
     def _end(self) -> None:
+        """Close everything, and undo what was not committed.
+
+        It may be called several times, and at any moment of the transaction. Errors are ignored:
+        what cannot be removed now is left to the next save.
+        """
         target = self._target
         temporary = self._temporary
         self._target = None
@@ -689,6 +704,7 @@ class DirectoryTransaction(_Transaction):
         files = target.files
         old = self._old
         if temporary.is_in_place():
+            # The new folder still has its hidden name, so the save was not published.
             target_is_missing = files.stat(target.name, dir_fd=target.dir_fd) is None
             if old is not None and target_is_missing and old.is_in_place():
                 # The interrupt came between the two renames.
@@ -697,6 +713,7 @@ class DirectoryTransaction(_Transaction):
             if names is not None:
                 remove_folder(temporary, names)
         elif old is not None and target.may_have_become(temporary):
+            # The interrupt came after the visible step, so the rest of the commit is done here.
             if self.durable:
                 files.sync(target.dir_fd)
             self._remove_old()

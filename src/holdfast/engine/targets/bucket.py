@@ -207,15 +207,17 @@ class ObjectTarget(Target):
         self._save.check_existing()
 
     def link_file(self, file: LinkedFile) -> bool:
+        """Note an object of a base. `publish` lets the store copy it."""
         self._linked_files.append(file)
         return True
 
     def prepare_file(self, file: FilePlan) -> WriteFile:
+        """Note the file. `publish` uploads it, since the object is visible at once."""
         self._files.append(file)
         return write_later
 
     def needs_first_rank(self, file: FilePlan) -> bool:
-        # An object is a single upload.
+        """Return True: an object is a single upload, which several ranks cannot share."""
         return True
 
     def publish(
@@ -224,6 +226,10 @@ class ObjectTarget(Target):
         context: SaveContext,
         delivered: Iterable[DeliveredFile] = (),
     ) -> None:
+        """Copy or upload the object. The end of the copy or the upload publishes it.
+
+        A crash before that leaves what was there, a crash after it the new object.
+        """
         for linked_file in self._linked_files:
             context.before_publish()
             self._save.copy_object(Url(linked_file.folder).key)
@@ -252,6 +258,7 @@ class ObjectTarget(Target):
             self.check_opens(context)
 
     def open_unpublished(self) -> Store:
+        """Return a store of the content in memory, or of the published object if it is long."""
         url = self._save.url
         if self._short_content is None:
             return RemoteStore(url)
@@ -284,22 +291,26 @@ class JoinedPrefix(Target):
         self._save = PrefixSave(url, index, overwrite=overwrite, parts_at_once=parts_at_once)
 
     def link_file(self, file: LinkedFile) -> bool:
-        # The manifest names the object where it is.
+        """Do nothing: the manifest names the object where it is, in the folder of the base."""
         return True
 
     def prepare_file(self, file: FilePlan) -> WriteFile:
+        """Return the function that uploads the file under its own name."""
         return partial(_put_object, file, self._save, file.key)
 
     def stream_file(self, key: str, nbytes: int, write: Callable[[Writer], None]) -> None:
+        """Upload an object whose content `write` produces from front to back."""
         self._save.write_object(key, nbytes, write)
 
     def generate_free_names(self, prefix: str, suffix: str) -> Iterator[str]:
+        """Yield names with the id of the save, which no other save or rank uses."""
         # Another random id keeps the names of several ranks apart.
         rank_id = make_save_id()
         for file_index in count():
             yield f"{prefix}{file_index}-{self.save_id}-{rank_id}{suffix}"
 
     def give_up(self) -> None:
+        """Delete the objects that this rank has uploaded."""
         self._save.give_up()
 
 
@@ -343,13 +354,16 @@ class PrefixTarget(JoinedPrefix):
             self._replaced = names.find_replaced(url, existing_names)
 
     def link_file(self, file: LinkedFile) -> bool:
+        """Note an object of the base, which the manifest names where it is."""
         self._data_files[file.key] = DeliveredFile(file.key, file.nbytes, is_linked=True)
         return True
 
     def needs_first_rank(self, file: FilePlan) -> bool:
+        """Return whether a file is the index, or one that is put right before it."""
         return file.key == self._save.index or self._names.is_written_late(file.key)
 
     def prepare_file(self, file: FilePlan) -> WriteFile:
+        """Return the function that uploads a file. Files that readers find wait for `publish`."""
         if file.key == self._save.index:
             self._index = file
             return write_later
@@ -379,6 +393,7 @@ class PrefixTarget(JoinedPrefix):
         self.check_opens(context)
         context.before_publish()
 
+        # From here on, readers may find objects of this save by their names.
         for file in self._late_files:
             _put_object(file, save, file.key, context)
         stale_names = save.existing_names.intersection(self._names.stale_names)
@@ -394,6 +409,7 @@ class PrefixTarget(JoinedPrefix):
             lambda: save.commit(self._index_content, context.attributes),
         )
 
+        # The save is published. Whatever fails now leaves old objects to the sweep of the run.
         self._has_ended = True
         save.remove_replaced(self._other_indexes)
         own_keys = {file.key for file in (*self._late_files, self._index)}
@@ -450,13 +466,16 @@ class JoinedCopy(Target):
 
     @property
     def join_name(self) -> str:
+        """The hidden names of objects by their own names, which other ranks need to upload them."""
         return json.dumps(self._hidden_names)
 
     def prepare_file(self, file: FilePlan) -> WriteFile:
+        """Return the function that uploads a file, under its hidden name if it has one."""
         name = self._hidden_names.get(file.key, file.key)
         return partial(_put_object, file, self._save, name)
 
     def give_up(self) -> None:
+        """Delete the objects that this rank has uploaded."""
         self._save.give_up()
 
 
@@ -501,19 +520,18 @@ class CopyTarget(JoinedCopy):
         save.check_existing(names.is_checkpoint)
         existing_names = save.existing_names
 
+        # Files whose objects exist already, which readers of the old checkpoint still need.
         replacing_files = [file for file in plan.files if file.key in existing_names]
+        # New files that readers would find before the copy is complete.
         visible_files: list[FilePlan] = []
         if not plan.index:
             for file in plan.files:
                 if names.is_weights(file.key) and file.key not in existing_names:
                     visible_files.append(file)
-        hidden_files = [*replacing_files, *(visible_files if has_other_ranks else ())]
-        hidden_names: dict[str, str] = {}
-        for file in hidden_files:
-            # The store copies no longer objects with one request.
-            if file.nbytes <= MAX_COPY_NBYTES:
-                folder, slash, name = file.key.rpartition("/")
-                hidden_names[file.key] = f"{folder}{slash}{make_temporary_name(name)}"
+
+        hidden_names = _choose_hidden_names(replacing_files)
+        if has_other_ranks:
+            hidden_names |= _choose_hidden_names(visible_files)
         super().__init__(url, json.dumps(hidden_names), save)
 
         self._files: list[FilePlan] = []
@@ -529,14 +547,17 @@ class CopyTarget(JoinedCopy):
         save.add_new_names([hidden_names.get(file.key, file.key) for file in plan.files])
 
     def needs_first_rank(self, file: FilePlan) -> bool:
+        """Return whether a file is put by `publish`, because readers find it under its name."""
         late_files = (*self._overwriting_files, *self._last_files)
         return any(file.key == late_file.key for late_file in late_files)
 
     def link_file(self, file: LinkedFile) -> bool:
+        """Note an object of the source in the same bucket. `publish` lets the store copy it."""
         self._linked_files.append(file)
         return True
 
     def prepare_file(self, file: FilePlan) -> WriteFile:
+        """Return the function that uploads a file now, or does nothing if `publish` puts it."""
         self._files.append(file)
         if self.needs_first_rank(file):
             return write_later
@@ -598,6 +619,17 @@ class CopyTarget(JoinedCopy):
         """Give up what was not published, and then release the claim."""
         super().__exit__(kind, error, trace)
         self._claim_stack.__exit__(kind, error, trace)
+
+
+def _choose_hidden_names(files: Iterable[FilePlan]) -> dict[str, str]:
+    """Return hidden names for files that the store can copy to their own names later."""
+    hidden_names: dict[str, str] = {}
+    for file in files:
+        # One request copies at most this much, so longer files get no hidden name.
+        if file.nbytes <= MAX_COPY_NBYTES:
+            folder, slash, name = file.key.rpartition("/")
+            hidden_names[file.key] = f"{folder}{slash}{make_temporary_name(name)}"
+    return hidden_names
 
 
 def _read_uploaded(bucket: Bucket, key: str, start: int, out: memoryview) -> None:

@@ -412,6 +412,7 @@ class PrefixSave:
             self._bucket.delete([key])
             self.existing_names -= {index}
         if index == self.index:
+            # The commit must find what this call has put in its place.
             self._old_etag = etag
 
     def give_up(self) -> None:
@@ -434,6 +435,7 @@ class PrefixSave:
 
     def remove_replaced(self, names: Sequence[str]) -> None:
         """Delete objects of the old checkpoint. Readers that still have it open get errors."""
+        # An object that this save has written under an old name is not an old object.
         keys = {self._make_key(name) for name in names}
         with suppress(HoldfastError):
             self._bucket.delete(sorted(keys.difference(self._new_keys)))
@@ -512,7 +514,9 @@ class ObjectSave:
             check_content: Checks a short object before it is put.
             check_object: Checks the published object. Its errors are `DurabilityUncertain`.
         """
+        # The attribute shows whose object is there if the answer to a request is lost.
         attributes: Mapping[str, str] = {SAVE_ATTRIBUTE: self._save_id}
+        # A put with a condition, and a check before the put, need the whole content in memory.
         needs_content = not self._overwrite or check_content is not None
         if nbytes > self.MAX_PUT_NBYTES or not needs_content:
             self._upload(nbytes, write, before_publish, attributes)
@@ -531,6 +535,7 @@ class ObjectSave:
                 with self._exclusive_name():
                     self._create(content, attributes)
 
+        # The object is visible now, so no error may say that nothing was published.
         try:
             check_object()
         except NotCommitted:

@@ -117,10 +117,12 @@ class FirstRankTarget(Target):
     def write_range_of(
         self, file: FilePlan, byte_range: tuple[int, int], context: SaveContext
     ) -> FileSums:
+        """Write the blocks of this rank into a file that it has open."""
         new_file = self._get_shared_file(file.key)
         return _write_and_check_range(file, byte_range, new_file, self.path, context)
 
     def finish_shared_file(self, file: FilePlan, sums: FileSums, context: SaveContext) -> None:
+        """Write what depends on the checksums of all ranks, such as the header."""
         new_file = self._get_shared_file(file.key)
         receipt = finish_file(file, new_file, sums, crcs=context.crcs, progress=context.progress)
         context.crcs.update(receipt.crcs)
@@ -137,23 +139,26 @@ class FileTarget(FileTransaction, FirstRankTarget):
 
     @property
     def join_name(self) -> str:
+        """The path of the hidden file."""
         return self.hidden_path
 
     def _get_shared_file(self, key: str) -> NewFile:
         return self.file
 
     def create_shared_file(self, file: FilePlan) -> None:
-        # The transaction has created it.
+        """Give the hidden file its size, so that all ranks can write at their offsets."""
         self.file.allocate(file.nbytes)
 
     def needs_first_rank(self, file: FilePlan) -> bool:
-        # The hidden file is open here already.
+        """Return True: only this rank has created the hidden file and has it open."""
         return True
 
     def prepare_file(self, file: FilePlan) -> WriteFile:
+        """Return the function that writes the hidden file."""
         return partial(_write_and_check, file, self.file, self.path)
 
     def open_unpublished(self) -> Store:
+        """Return a store of the hidden file, which is read through its open descriptor."""
         return DescriptorStore(self.file.descriptor, name=self.path)
 
     def publish(
@@ -162,6 +167,11 @@ class FileTarget(FileTransaction, FirstRankTarget):
         context: SaveContext,
         delivered: Iterable[DeliveredFile] = (),
     ) -> None:
+        """Check the hidden file, and rename it to the target.
+
+        A crash before the rename leaves the old file and a hidden one, which the next save removes.
+        A crash after it leaves the new file.
+        """
         if context.check_opens is not None:
             self.check_opens(context)
         context.before_publish()
@@ -176,6 +186,7 @@ class AppendingWriter:
         self._offset = 0
 
     def write(self, data: bytes | memoryview, /) -> None:
+        """Write bytes behind those that were written before."""
         self._new_file.write(self._offset, data)
         self._offset += memoryview(data).nbytes
 
@@ -214,6 +225,7 @@ class JoinedFolder(Target):
         return f"{self._path}/{key}"
 
     def _create(self, key: str) -> NewFile:
+        """Create a file in the folder, and remember it for `close`."""
         path = self._describe_path(key)
         with not_committed_on_error("creating a file", path):
             descriptor = self._files.create(key, dir_fd=self._dir_fd)
@@ -224,6 +236,8 @@ class JoinedFolder(Target):
     def write_range_of(
         self, file: FilePlan, byte_range: tuple[int, int], context: SaveContext
     ) -> FileSums:
+        """Write the blocks of this rank into a file that the first rank has created, and sync
+        it."""
         path = self._describe_path(file.key)
         with not_committed_on_error("opening a file of the first rank", path):
             descriptor = self._files.open_shared(file.key, dir_fd=self._dir_fd)
@@ -235,6 +249,7 @@ class JoinedFolder(Target):
         return sums
 
     def prepare_file(self, file: FilePlan) -> WriteFile:
+        """Create a file, and return the function that writes, syncs and closes it."""
         new_file = self._create(file.key)
 
         def write(context: SaveContext) -> Mapping[str, int]:
@@ -245,12 +260,14 @@ class JoinedFolder(Target):
         return write
 
     def stream_file(self, key: str, nbytes: int, write: Callable[[Writer], None]) -> None:
+        """Create a file, let `write` write it from front to back, and sync it."""
         new_file = self._create(key)
         new_file.begin_writeback()
         write(AppendingWriter(new_file))
         new_file.finish()
 
     def generate_free_names(self, prefix: str, suffix: str) -> Iterator[str]:
+        """Yield names that no file in the folder had at the first call."""
         existing_names = set(self._files.list(self._dir_fd))
         for file_index in count():
             name = f"{prefix}{file_index}{suffix}"
@@ -258,6 +275,7 @@ class JoinedFolder(Target):
                 yield name
 
     def link_file(self, file: LinkedFile) -> bool:
+        """Link a file of the base into the folder, or copy it, and sync it."""
         path = self._describe_path(file.key)
         with (
             _open_base(self._files, file.folder) as base_dir_fd,
@@ -276,6 +294,7 @@ class JoinedFolder(Target):
         return is_linked
 
     def close(self) -> None:
+        """Close the folder, and files that were not finished because of an error."""
         for new_file in self._new_files:
             new_file.close_unfinished()
         dir_fd = self._open_dir_fd
@@ -293,11 +312,13 @@ class JoinedFile(JoinedFolder):
         super().__init__(folder, path=path, durable=durable)
 
     def _describe_path(self, key: str) -> str:
+        """Return what error messages call the file: the target of the save."""
         return self._path
 
     def write_range_of(
         self, file: FilePlan, byte_range: tuple[int, int], context: SaveContext
     ) -> FileSums:
+        """Write the blocks of this rank into the hidden file."""
         # In the plan, the only file has no name.
         hidden_file = replace(file, key=self._file_name)
         return super().write_range_of(hidden_file, byte_range, context)
@@ -318,9 +339,11 @@ class JoinedResumeFolder(Target):
         self._resume_folder = ResumeFolder(folder, path, durable=durable, is_joined=True)
 
     def prepare_file(self, file: FilePlan) -> WriteFile:
+        """Return the function that writes a file, unless an earlier attempt has finished it."""
         return partial(_finish_in_resume_folder, self._resume_folder, file, self._path)
 
     def close(self) -> None:
+        """Close the folder. Its files stay for the first rank."""
         self._resume_folder.close()
 
 
@@ -389,6 +412,7 @@ class FolderTarget(FirstRankTarget):
         )
 
     def __enter__(self) -> Self:
+        """Create the hidden folder, unless files are finished in a resume folder first."""
         if self._resume_folder is not None:
             # The transaction begins when all files are finished.
             return self
@@ -404,21 +428,26 @@ class FolderTarget(FirstRankTarget):
 
     @property
     def join_name(self) -> str:
+        """The path of the folder into which all ranks write: the resume folder or the hidden
+        one."""
         return self._resume_path or self._transaction.hidden_path
 
     def _get_shared_file(self, key: str) -> NewFile:
         return self._shared_files[key]
 
     def create_shared_file(self, file: FilePlan) -> None:
+        """Create a file with its size, so that several ranks can write at their offsets."""
         new_file = self._transaction.create(file.key)
         self._shared_files[file.key] = new_file
         new_file.allocate(file.nbytes)
 
     def link_file(self, file: LinkedFile) -> bool:
+        """Link a file of the base into the hidden folder, or copy it."""
         with _open_base(self._files, file.folder) as base_dir_fd:
             return self._transaction.link_from_base(file.key, file.nbytes, base_dir_fd=base_dir_fd)
 
     def prepare_file(self, file: FilePlan) -> WriteFile:
+        """Return the function that writes a file: to the hidden folder or to the resume folder."""
         if self._resume_folder is None:
             new_file = self._transaction.create(file.key)
             return partial(_write_and_check, file, new_file, self.path)
@@ -426,9 +455,11 @@ class FolderTarget(FirstRankTarget):
         return partial(_finish_in_resume_folder, self._resume_folder, file, self.path)
 
     def link_existing(self, key: str, path: str) -> None:
+        """Give a file, at an absolute path, a second name in the hidden folder."""
         self._transaction.link_finished(key, path)
 
     def open_unpublished(self) -> Store:
+        """Return a store of the hidden folder."""
         return LocalStore(self._transaction.hidden_path, max_files=DEFAULTS.files)
 
     def publish(
@@ -463,6 +494,7 @@ class FolderTarget(FirstRankTarget):
         self._is_published = True
 
     def give_up(self) -> None:
+        """Remove the hidden folder if it was not published. The resume folder stays."""
         self.__exit__(None, None, None)
 
     def __exit__(

@@ -54,6 +54,9 @@ def divide_files(
 ) -> list[list[FileRange]]:
     """Decide what each rank writes. All ranks that call this get the same result.
 
+    If files can be cut, each rank gets an equal share of all bytes. A long file is cut where the
+    share of a rank ends, and a short one goes to the rank in whose share its middle lies.
+
     Args:
         files: The files of the plan.
         rank_count: The number of ranks.
@@ -80,8 +83,7 @@ def divide_files(
         if file.nbytes <= MAX_UNCUT_NBYTES or _is_hashed(file):
             rank = 0
             if file_index not in first_rank_files:
-                # The rank in whose share the middle of the file lies. The middle of an empty file
-                # at the end lies behind the last share.
+                # The middle of an empty file at the end lies behind the last share.
                 middle = file_start + file.nbytes // 2
                 rank = min(bisect(share_edges, middle) - 1, rank_count - 1)
             shares[rank].append(FileRange(file_index, 0, file.nbytes))
@@ -260,6 +262,7 @@ class PlanSave(JointSave):
         return [write_document(DIVISION, division)] * rank_count
 
     def join_target(self, name: str) -> Target:
+        """On the other ranks: find the target that the first rank has opened."""
         return self._join_target(name)
 
     def _write_share(self, target: Target) -> bytes:
@@ -298,7 +301,11 @@ class PlanSave(JointSave):
         return write_document(RECEIPT, receipt)
 
     def publish(self, receipts: list[bytes]) -> list[bytes]:
-        """Finish the files that several ranks wrote, and publish everything.
+        """On the first rank: finish the files that several ranks wrote, and publish everything.
+
+        Args:
+            receipts: The receipts of all ranks. That of the first rank is empty, since it keeps its
+                checksums.
 
         Returns:
             The findings of all ranks, for every rank.
