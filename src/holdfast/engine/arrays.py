@@ -253,12 +253,13 @@ class MemoryTensors:
             array = array.astype(array.dtype.newbyteorder("="))
         dtype = DTYPES.numpy(array.dtype)
         if dtype is None:
-            raise Unsupported(f"an array of {array.dtype} has no counterpart among tensors")
+            raise Unsupported(f"cannot save an array of {array.dtype}: there is no such tensor")
         if dtype.packed:
             # numpy stores packed elements in one byte each, and files store several in a byte.
             raise Unsupported(
                 f"numpy arrays of {array.dtype} are unpacked; save them as uint8 or as a LazyTensor"
             )
+        # The root is the array without gaps that has the memory of this one and of other views.
         root = array
         while isinstance(root.base, np.ndarray) and root.base.flags.forc:
             root = root.base

@@ -36,7 +36,7 @@ class ContiguousBlock(Value, frozen=True):
 def split_into_blocks(
     tensor: LazyTensor, block_nbytes: int, start: int = 0
 ) -> Iterator[ContiguousBlock]:
-    """Split a tensor into consecutive blocks.
+    """Split a tensor into consecutive blocks, in C order.
 
     Args:
         tensor: The tensor. One without elements has no blocks.
@@ -50,6 +50,7 @@ def split_into_blocks(
         yield ContiguousBlock(tensor, start)
         return
     row_count = tensor.shape[0]
+    # Rows of packed elements that end inside of a byte cannot be separated.
     if (tensor.size // row_count) * tensor.dtype.bits % 8:
         yield ContiguousBlock(tensor, start)
         return

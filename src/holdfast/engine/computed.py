@@ -431,7 +431,7 @@ class ComputedStorages:
         elements: np.ndarray,
         computed: np.ndarray,
     ) -> None:
-        """Pass those elements of one storage to the observer that no lazy tensor has passed to it."""
+        """Pass the elements of one storage to the observer that it has not received yet."""
         name = self._originals[storage_index - self._first_computed].name
         first = np.zeros(1, np.int64)
         _, seen = self._tensors[storage_index]

@@ -366,8 +366,8 @@ class _FileReader:
         offsets = pieces.starts - read_start
         stop_offsets = pieces.stops - read_start
 
-        # One call compares all whole ranges, since a call for each takes longer. If they are not all
-        # intact, they are compared again one by one, to find the one that is damaged.
+        # One call compares all whole ranges, since a call for each takes longer. If one of them is
+        # damaged, they are compared again one by one, to find out which.
         whole_pieces = np.flatnonzero(has_crc & is_whole_range)
         is_intact = has_crcs(
             data,

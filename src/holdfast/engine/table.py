@@ -83,7 +83,8 @@ class StateStorages:
 
         Args:
             members: The storages of each library or of files.
-            make_tensor: Makes a lazy tensor over memory. Its arguments are those of `lazy_tensor`.
+            make_tensor: Makes a lazy tensor over a storage in memory. Receives the index of the
+                storage, the kind and the name of the tensor, and the bit where it starts.
         """
         self._members = members
         self._make_tensor = make_tensor
@@ -255,9 +256,11 @@ NO_TENSORS = make_lazy_table((), ())
 
 
 def describe_lazy_tensors(tensors: Sequence[LazyTensor]) -> TensorColumns:
-    """Describe the lazy tensors that a save can copy as bytes of a file. All others are left out.
+    """Describe the lazy tensors that a save can copy as bytes of a local file.
 
-    `mark_uncopyable_rows` says which tensors these are.
+    All others are left out: tensors in several chunks, computed or remote ones, those of the meta
+    device, those that were views of another storage, and those that share a storage with one of
+    these.
     """
     table = make_lazy_table([tensor.name for tensor in tensors], tensors)
     storage_indices = table.storage_indices
