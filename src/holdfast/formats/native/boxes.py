@@ -33,7 +33,7 @@ from holdfast.errors import CannotHold
 from holdfast.formats.native.chunks import hash_tails
 from holdfast.formats.native.manifest import CANNOT, StoredBoxes, are_whole, as_bytes
 from holdfast.formats.recorded import PAIRS
-from holdfast.formats.safetensors.record import checksum_digits
+from holdfast.formats.safetensors.record import format_crcs
 from holdfast.formats.safetensors.schema import MANIFEST, SHARDING_INFO
 from holdfast.formats.safetensors.write import HeaderKind, PlannedFile, plan_file
 
@@ -145,11 +145,11 @@ class BoxFile(Value, frozen=True, eq=False):
             rows = self.layout.rows.tolist()
             tails = hash_tails(crcs, self.boxes.table, rows, labels, self.hashing)
         try:
-            digits = checksum_digits(crcs, labels)
+            digits = format_crcs(crcs, labels)
         except KeyError:
             # Boxes without elements have no data, and before data is written nothing has a checksum.
             known = {label: crcs[label] if label in crcs else 0 for label in labels}  # noqa: SIM401  # a call each
-            digits = checksum_digits(known, labels)
+            digits = format_crcs(known, labels)
         return msgspec.structs.replace(self.places, crcs=digits, tails=tails)
 
 

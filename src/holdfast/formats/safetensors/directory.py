@@ -37,7 +37,7 @@ from holdfast.formats.safetensors.read import (
     read_header,
     refuse_orphans,
 )
-from holdfast.formats.safetensors.record import join, read_record, saved_offsets
+from holdfast.formats.safetensors.record import join_shards, read_record, read_saved_offsets
 from holdfast.formats.safetensors.schema import (
     DTYPE_OF_CODE,
     NO_RECORD,
@@ -235,7 +235,7 @@ def _candidates(keys: Sequence[str]) -> list[str]:
 
 def _places(headers: Mapping[str, Header], source: Source) -> tuple[Places, dict[str, int]]:
     """Every tensor of every file, in order, and by file the number of its first tensor."""
-    offsets = {key: saved_offsets(header, source.limits) for key, header in headers.items()}
+    offsets = {key: read_saved_offsets(header, source.limits) for key, header in headers.items()}
     firsts = dict(
         zip(
             headers,
@@ -260,7 +260,7 @@ def _places(headers: Mapping[str, Header], source: Source) -> tuple[Places, dict
         ]
         if len(pieces) != len(holding):
             raise claimed_twice(name, [header.key for header in holding])
-        places[name] = join(name, pieces, source)
+        places[name] = join_shards(name, pieces, source)
     return places, firsts
 
 

@@ -254,9 +254,9 @@ def describe_unknown_fields(fields: Iterable[str]) -> str:
 
 def _describe_shards(header: Header, source: Source) -> list[str]:
     """Return a note if the file has shards of tensors, which torch's ranks have saved."""
-    from holdfast.formats.safetensors.record import saved_offsets  # for files of ranks
+    from holdfast.formats.safetensors.record import read_saved_offsets  # for files of ranks
 
-    offsets_by_name = saved_offsets(header, source.limits)
+    offsets_by_name = read_saved_offsets(header, source.limits)
     shard_count = sum(any(offsets) for offsets in offsets_by_name.values())
     if not shard_count:
         return []

@@ -45,8 +45,8 @@ from holdfast.formats.recorded import PAIRS, Shared, share, sharing_fields
 from holdfast.formats.safetensors.record import (
     CRC_DIGITS,
     RecordText,
-    checksum_digits,
-    fingerprint,
+    compute_fingerprint,
+    format_crcs,
 )
 from holdfast.formats.safetensors.schema import METADATA, PREFIX_NBYTES, RECORD, HeaderEntry
 from holdfast.formats.tree_json.encode import encode_state
@@ -188,7 +188,7 @@ def _plan_header(
     def make_checksums(crcs: Mapping[str, int]) -> bytes:
         """Return the part of the record that depends on the data."""
         all_crcs = {**crcs, **dict.fromkeys(empty_labels, 0)} if empty_labels else crcs
-        return _escape(record.middle(checksum_digits(all_crcs, labels).encode()))
+        return _escape(record.middle(format_crcs(all_crcs, labels).encode()))
 
     entries_crc = crc32(b"{")
     for text in entry_texts:
@@ -304,7 +304,9 @@ def lay_out_safetensors(
             shards = fill_shards(table.row_nbytes(sharing.rows), max_shard_size or SHARD_NBYTES)
             if len(shards) > 1 or index or save:
                 index_key = f"{stem}.safetensors.index.json"
-                keys = _name_shards(f"{stem}-{save}" if save else stem, len(shards))
+                start = f"{stem}-{save}" if save else stem
+                suffix = f"of-{len(shards):05}.safetensors"
+                keys = [f"{start}-{i:05}-{suffix}" for i in range(1, len(shards) + 1)]
             else:
                 keys = [f"{stem}.safetensors"]
             rows_by_key = {}
@@ -377,11 +379,6 @@ def _collect_extras(state: State, sharing: Shared, *, keep_tree: bool) -> _Extra
     return extras
 
 
-def _name_shards(start: str, count: int) -> list[str]:
-    """Return the names of the files of a directory, as Hugging Face counts them."""
-    return [f"{start}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
-
-
 def _plan_index(
     key: str, files: Sequence[PlannedFile], fields: Mapping[str, object]
 ) -> tuple[FilePlan]:
@@ -421,7 +418,7 @@ def plan_index_file(
     if files is not None:
         metadata[FILES] = list(files)
     if fields is not None:
-        record = RecordText(fields, fingerprint(weight_map), {**metadata})
+        record = RecordText(fields, compute_fingerprint(weight_map), {**metadata})
         metadata[RECORD] = record.whole().decode("utf-8")
     return FilePlan(key, (format_index(metadata, weight_map),))
 
