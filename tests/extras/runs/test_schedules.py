@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -189,10 +190,16 @@ class World:
             self.unsure.clear()
             self.whole = {n: one for n, one in after.items() if n in self.kept(after)}
             assert self.found() == set(self.whole)
-            # What a power cut brought back of a replaced step stays as long as the step does, damaged or not, and no longer.
+            # What a power cut brought back of a replaced step stays as long as the step does, damaged
+            # or not, and no longer. A damaged step that a killed save had set aside is the step
+            # itself, under the name where readers look for it, and damaged steps are not deleted.
             tree = self.model.live()
+            set_aside = [name for name in tree if name.endswith(".old")]
+            steps = Counter(name[1:].split(".")[0] for name in set_aside)
             beside = {
-                name for name in tree if name.endswith(".old") and name[1:].split(".")[0] in tree
+                name
+                for name in set_aside
+                if (step := name[1:].split(".")[0]) in tree or steps[step] == 1
             }
             assert {*temporaries(tree)} <= beside
             return
