@@ -140,8 +140,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
             NoSuchTensor: No tensor has this name. The message suggests similar names.
             BadArgumentType: The name is not hashable, such as a list of names.
         """
+        table = self._description.tensors
         try:
-            return self._description.tensors[name]
+            row = table.row_indices[name]
         except TypeError:
             if isinstance(name, Hashable):
                 raise
@@ -153,6 +154,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             raise NoSuchTensor(
                 self._describe_missing_name(name), file=self.path, tensor=None, found=name
             ) from None
+        return table.lazy_tensor(row)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._description.tensors)
