@@ -452,7 +452,11 @@ class LocalStore(Store):
             raise Truncated(message, file=self._label(key), offset=file_nbytes)
         file = handle.file or self._reopen(key, handle)
         try:
-            read_at(file.descriptor, start, out)
+            # One system call reads most ranges completely.
+            block = out[:MAX_READ_NBYTES]
+            block_nbytes = platform.preadv(file.descriptor, [block], start)
+            if block_nbytes < out.nbytes:
+                read_at(file.descriptor, start + block_nbytes, out[block_nbytes:])
         except HoldfastError as error:
             error.file = self._label(key)
             raise
