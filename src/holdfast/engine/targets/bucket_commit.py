@@ -534,8 +534,14 @@ class ObjectSave:
                 before_publish()
                 with self._exclusive_name():
                     self._create(content, attributes)
+        self._check_published(check_object)
 
-        # The object is visible now, so no error may say that nothing was published.
+    def _check_published(self, check_object: Callable[[], None]) -> None:
+        """Check the object, which is visible now. So no error may say that nothing was published.
+
+        Raises:
+            DurabilityUncertain: The check has failed.
+        """
         try:
             check_object()
         except NotCommitted:
