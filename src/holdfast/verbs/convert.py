@@ -99,30 +99,37 @@ def convert(
 ) -> Conversion:
     """Convert a checkpoint to another format.
 
-    `src` can have any format that `open` reads. The suffix of `dst`, or `format`, selects the new format.
+    `src` can have any format that `open` reads. The suffix of `dst`, or `format`, selects the new
+    format.
 
-    **Tensors.** `keep`, `drop` and `rename` accept globs for the dotted names of tensors. `dtype` casts all floating-point tensors
-    or, as a dict, those that a glob for their name in the source matches: `{"*norm*": "f32", "*": "bf16"}`. The first glob
-    that matches applies, and `"keep"` does not cast.
+    **Tensors.** `keep`, `drop` and `rename` accept globs for the dotted names of tensors. `dtype`
+    casts all floating-point tensors or, as a dict, those that a glob for their name in the source
+    matches: `{"*norm*": "f32", "*": "bf16"}`. The first glob that matches applies, and `"keep"`
+    does not cast.
 
-    **Other values.** If the new format cannot store a value, `convert` raises an error that lists all such values, and writes
-    nothing. `tensors_only=True` drops all values that are not tensors. In a safetensors file, `convert` stores them in the
-    header, where Holdfast finds them. `keep_tree=False` turns this off.
+    **Other values.** If the new format cannot store a value, `convert` raises an error that lists
+    all such values, and writes nothing. `tensors_only=True` drops all values that are not tensors.
+    In a safetensors file, `convert` stores them in the header, where Holdfast finds them.
+    `keep_tree=False` turns this off.
 
-    **Check and resume.** With `dry_run=True`, `convert` writes nothing and returns a description of the result. `resume=True`
-    continues an interrupted conversion to a directory: `convert` checks the finished files and does not write them again.
+    **Check and resume.** With `dry_run=True`, `convert` writes nothing and returns a description of
+    the result. `resume=True` continues an interrupted conversion to a directory: `convert` checks
+    the finished files and does not write them again.
 
-    **GGUF.** `dequantize=True` decodes quantized blocks to float32, or to `dtype`. By default, `convert` copies the bytes of the
-    blocks.
+    **GGUF.** `dequantize=True` decodes quantized blocks to float32, or to `dtype`. By default,
+    `convert` copies the bytes of the blocks.
 
-    **Hugging Face folders.** From a Hugging Face folder to a directory, `convert` also copies the config, tokenizer and
-    generation files. If it casts the weights, it sets the dtype in the config. `copy_config=False` copies none of these files.
-    `copy_config="base/"` copies them from another folder.
+    **Hugging Face folders.** From a Hugging Face folder to a directory, `convert` also copies the
+    config, tokenizer and generation files. If it casts the weights, it sets the dtype in the
+    config. `copy_config=False` copies none of these files. `copy_config="base/"` copies them from
+    another folder.
 
-    **Packages.** From a `.pt2` archive, `convert` writes the state dict: parameters and buffers. `model` selects one of several
-    models, in any package. `constants=True` and `sample_inputs=True` add these tensors. A note lists everything that is left out.
+    **Packages.** From a `.pt2` archive, `convert` writes the state dict: parameters and buffers.
+    `model` selects one of several models, in any package. `constants=True` and `sample_inputs=True`
+    add these tensors. A note lists everything that is left out.
 
-    **Object stores.** `src` and `dst` can be URLs. If you pass an obstore store as `store`, `dst` is a key in this store.
+    **Object stores.** `src` and `dst` can be URLs. If you pass an obstore store as `store`, `dst`
+    is a key in this store.
     """
     # The plan has no name here, so it is freed before the garbage collector would walk through it.
     with gc_paused():

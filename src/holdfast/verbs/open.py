@@ -111,27 +111,24 @@ def open(
             of another shape.
     """
     placement_rules = tuple(cast("tuple[str | PlacementRule, ...]", rules))
-    return open_for_verb(
+    return open_with_retries(
         path,
-        mmap=mmap,
-        verify=verify,
-        limits=limits,
+        partial(describe_source, map=map),
+        limits=limits or DEFAULTS,
         threads=threads,
-        store=store,
+        mapped=mmap,
+        verify=verify,
         rules=placement_rules,
-        map=map,
+        store=store,
     )
 
 
 def open_for_verb(
     path: Openable,
     *,
-    mmap: bool = False,
     verify: bool = True,
     limits: Limits | None = None,
     threads: int | None = None,
-    store: object | None = None,
-    rules: Sequence[str | PlacementRule] = (),
     map: AnyMap | None = None,
 ) -> Checkpoint:
     """Open a checkpoint as `open` does, for a verb that has checked the arguments."""
@@ -140,10 +137,7 @@ def open_for_verb(
         partial(describe_source, map=map),
         limits=limits or DEFAULTS,
         threads=threads,
-        mapped=mmap,
         verify=verify,
-        rules=rules,
-        store=store,
     )
 
 
@@ -179,7 +173,7 @@ def opened_checkpoint(
     verify: bool = True,
     map: AnyMap | None = None,
 ) -> Iterator[Checkpoint]:
-    """Open the source of a verb for a `with` block. A checkpoint that was open already stays open."""
+    """Open the source of a verb for a `with` block. An open checkpoint stays open."""
     if isinstance(src, Checkpoint):
         yield apply_map(src, map)
         return
@@ -248,7 +242,8 @@ def _suggest_steps(error: UnknownFormat, source: Source) -> UnknownFormat:
     if not steps:
         return error
     return UnknownFormat(
-        f"this folder is not a checkpoint, it holds the steps of a run: {some(steps)}; open one of them. "
+        f"this folder is not a checkpoint, it holds the steps of a run: {some(steps)}; "
+        "open one of them. "
         f"`holdfast runs {shlex.quote(source.store.name)}` lists them",
         found=steps,
     )
