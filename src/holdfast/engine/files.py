@@ -89,7 +89,11 @@ def tabulate(names: Sequence[str], tensors: Sequence[LazyTensor]) -> Table:
     )
     for row in builder.add_file_rows(tensors):
         builder.add_row(row, tensors[row])
-    storages = builder.join_storages()
+    if len(builder.first_index) == 1 and not builder.single_storages:
+        # All tensors are rows of one open checkpoint, as they usually are.
+        (storages,) = builder.first_index
+    else:
+        storages = builder.join_storages()
     return Table(
         names,
         builder.kinds,

@@ -257,7 +257,14 @@ def _parse_record(
         )
         return HeaderRecord(notes=(note,), is_present=True)
 
-    _check_record_fields(document, version, header=header)
+    allowed_fields = {"version", "of", *RECORDED_FIELDS}
+    if version >= SEALED_VERSION:
+        allowed_fields |= {"texts", "rest", SELF}
+    if header:
+        allowed_fields.add("crc32")
+    for name in document:
+        if name not in allowed_fields:
+            raise HeaderError(f"at {format_pointer(name)}: a record has no such field")
     metadata_file = document.get("rest")
     if not isinstance(metadata_file, str | None):
         found = describe_json(metadata_file)
@@ -275,18 +282,6 @@ def _parse_record(
         notes = (OTHER_TEXTS,)
         mismatch = _build_mismatch(OTHER_TEXTS, texts_crc, _compute_texts_fingerprint(texts))
     return HeaderRecord(crcs, recorded, notes, metadata_file, mismatch, is_present=True)
-
-
-def _check_record_fields(document: Mapping[str, object], version: int, *, header: bool) -> None:
-    """Raise `HeaderError` if a record has fields that its version does not define."""
-    allowed_fields = {"version", "of", *RECORDED_FIELDS}
-    if version >= SEALED_VERSION:
-        allowed_fields |= {"texts", "rest", SELF}
-    if header:
-        allowed_fields.add("crc32")
-    for name in document:
-        if name not in allowed_fields:
-            raise HeaderError(f"at {format_pointer(name)}: a record has no such field")
 
 
 def _build_mismatch(message: str, recorded_crc: object, crc: str) -> Corrupted:
