@@ -211,7 +211,8 @@ def check_expansion(
         LimitExceeded: The copies are larger than `Limits.expansion` allows.
     """
     are_whole = not table.irregular and all(kind.is_whole for kind in table.kinds)
-    if are_whole and len({*table.storage_indices}) == len(table):
+    storage_indices = table.storage_indices
+    if are_whole and len({*storage_indices}) == len(storage_indices):
         return
 
     shared_rows = find_shared_rows([table])
