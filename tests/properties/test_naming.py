@@ -231,7 +231,9 @@ class Slow:
     def _look_at(self, value: object, inside: list[tuple[object, object]], below: bool) -> None:
         keys, types = {type(key) for key, _ in inside}, {type(inner) for _, inner in inside}
         self.nested |= below
-        self.beyond |= type(value) is not dict or not keys <= {str} or not PLAIN_VALUE_TYPES.isdisjoint(types)
+        self.beyond |= (
+            type(value) is not dict or not keys <= {str} or not PLAIN_VALUE_TYPES.isdisjoint(types)
+        )
 
     def _leaf(self, value: object, path: Path) -> bool:
         try:
