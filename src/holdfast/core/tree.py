@@ -139,9 +139,12 @@ def to_path_key(key: object) -> str | int:
         return key
     if isinstance(key, float | bool | complex | bytes) or key is None:
         return repr(_shorten(key))[:MAX_KEY_CHARACTERS]
-    if isinstance(key, tuple) and all(isinstance(item, str | int | float | None) for item in key):
-        # Many keys may contain the same long text, so it is shortened before it is copied.
-        return repr(tuple(map(_shorten, key[:MAX_KEY_CHARACTERS])))[:MAX_KEY_CHARACTERS]
+    if isinstance(key, tuple):
+        # Many keys may be the same long tuple or contain the same long text. So both are shortened
+        # before they are checked and copied: a key takes the same time, whatever it contains.
+        items = key[:MAX_KEY_CHARACTERS]
+        if all(isinstance(item, str | int | float | None) for item in items):
+            return repr(tuple(map(_shorten, items)))[:MAX_KEY_CHARACTERS]
     return f"<{type(key).__name__}>"
 
 
