@@ -593,10 +593,14 @@ def objects_in(table: WeightsTable, item: object, dtype: AnyDType) -> Iterator[o
 def nesting_depth(table: WeightsTable, objects: Iterable[object]) -> int:
     depth = 0
     for each in objects:
-        if id(each) in table.blank:
+        # Most objects are plain values, and there may be a million of them: these nest nothing.
+        if type(each) in PLAIN:
+            continue
+        identity = id(each)
+        if identity in table.blank:
             raise PickleError("an array of objects that holds an array which is not finished")
-        if id(each) in table.depths:
-            depth = max(depth, table.depths[id(each)][0])
+        if identity in table.depths:
+            depth = max(depth, table.depths[identity][0])
     if depth == DEPTH:
         raise PickleError(f"arrays of objects or slices in each other, more than {DEPTH} deep")
     return depth + 1
