@@ -75,96 +75,136 @@ def _map_array(array: np.ndarray) -> memoryview:
 def describe_arrays(values: list[object]) -> TensorColumns:
     """Describe numpy arrays as columns of a table.
 
-    The root of an array is the array whose view it is, or the array itself. An array becomes a row
-    if its dtype exists in files, and if its root is not a view and has no gaps between elements.
-    All other arrays are left out; the caller describes them one by one.
+    Arrays that cannot become rows are left out (see `_find_roots`). The caller describes these one
+    by one, with `MemoryTensors.wrap_array`.
 
     Args:
         values: The arrays.
 
     Returns:
-        The columns, with the indices of the arrays that became rows.
+        The columns. Their `rows` are the indices of the arrays that became rows.
     """
-    rows: list[int] = []
-    arrays: list[np.ndarray] = []
-    roots: list[np.ndarray] = []
-    kinds: list[RowKind] = []
-    kind_indices: list[int] = []
-    known_kinds: dict[tuple[object, ...], int | None] = {}
-    for row, array in enumerate(cast("list[np.ndarray]", values)):
-        root = array
-        if isinstance(array.base, np.ndarray):
-            root = array.base
-        if not _is_root(root):
-            continue
-        # There are few kinds, so everything that depends on the kind alone is done once for each.
-        kind_key = (array.dtype, array.shape, array.strides, root.nbytes)
-        if kind_key not in known_kinds:
-            dtype = _find_file_dtype(array.dtype)
-            known_kinds[kind_key] = None
-            if dtype is not None:
-                known_kinds[kind_key] = len(kinds)
-                kinds.append(_make_kind(dtype, array, root))
-        kind_index = known_kinds[kind_key]
-        if kind_index is None:
-            continue
-        rows.append(row)
-        arrays.append(array)
-        roots.append(root)
-        kind_indices.append(kind_index)
+    all_arrays = cast("list[np.ndarray]", values)
+    roots_by_index = _find_roots(all_arrays)
+    arrays = [all_arrays[index] for index in roots_by_index]
+    roots = list(roots_by_index.values())
 
+    kinds, kind_indices = _group_by_kind(arrays, roots)
     storage_indices, storage_roots = _group_by_memory(roots)
-    offsets = _find_bit_offsets(arrays, roots)
+    offsets = _find_bit_offsets(arrays, roots, storage_indices)
     if offsets:
+        # A view may reach beyond its root. Such arrays get kinds of their own.
         separate_outside_rows(kinds, kind_indices, offsets)
     storages = ArrayStorages(storage_roots)
     return TensorColumns(
-        rows, kinds, kind_indices, storage_indices, storages, storages.addresses, offsets
+        rows=list(roots_by_index),
+        kinds=kinds,
+        kind_indices=kind_indices,
+        storage_indices=storage_indices,
+        storages=storages,
+        addresses=storages.addresses,
+        offsets=offsets,
     )
 
 
-def _find_bit_offsets(arrays: Sequence[np.ndarray], roots: Sequence[np.ndarray]) -> dict[int, int]:
-    """Return the bit of its root where each array starts, by the index of the array.
+def _find_roots(arrays: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
+    """Find the root of each array: the array whose view it is, or the array itself.
 
-    Arrays that start where their root starts are left out.
+    The memory of the root becomes a storage in the file. So it must have no gaps between elements,
+    its elements must be plain numbers, and it must not be a view of another array itself. Arrays
+    whose root is different are left out, and so are arrays whose dtype does not exist in files.
+
+    Returns:
+        The roots, by the index of the array. The indices are ascending.
     """
-    offsets: dict[int, int] = {}
-    for index, (array, root) in enumerate(zip(arrays, roots, strict=True)):
-        # An array without elements has no place in the memory of its root.
-        if array is not root and array.size:
-            offset = 8 * (address_of(array) - address_of(root))
-            if offset:
-                offsets[index] = offset
-    return offsets
+    roots: dict[int, np.ndarray] = {}
+    # A state may have a million arrays, so this loop calls no function of ours for most of them.
+    for index, array in enumerate(arrays):
+        root = array
+        if array.base is not None and isinstance(array.base, np.ndarray):
+            root = array.base
+            # Object arrays have no bytes to save. A view of one may nevertheless be an array of
+            # numbers: one field of its records.
+            if isinstance(root.base, np.ndarray) or root.dtype.hasobject:
+                continue
+        # A subclass such as `np.memmap` may treat its memory differently.
+        if type(root) is not np.ndarray or not root.flags.forc:
+            continue
+        if _find_file_dtype(array.dtype) is not None:
+            roots[index] = root
+    return roots
 
 
-def _is_root(array: np.ndarray) -> bool:
-    """Return whether an array is not a view of another array, and has no gaps between elements."""
-    is_view = array.base is not None and isinstance(array.base, np.ndarray)
-    is_plain = type(array) is np.ndarray and not array.dtype.hasobject
-    return is_plain and array.flags.forc and not is_view
+def _group_by_kind(
+    arrays: Sequence[np.ndarray], roots: Sequence[np.ndarray]
+) -> tuple[list[RowKind], list[int]]:
+    """Find the arrays of equal kind: the same dtype, shape, strides and size of the storage.
 
-
-def _group_by_memory(roots: Sequence[np.ndarray]) -> tuple[list[int], list[np.ndarray]]:
-    """Find the arrays that use the same memory.
+    A state may have a million arrays, but it has few kinds. So each kind is made only once.
 
     Args:
-        roots: Arrays that are not views of other arrays.
+        arrays: Arrays whose dtype exists in files.
+        roots: For each array, the array that has its memory. It may be the same array.
+
+    Returns:
+        The kinds, and for each array the index of its kind.
+    """
+    kinds: list[RowKind] = []
+    kind_indices: list[int] = []
+    known_kinds: dict[tuple[object, ...], int] = {}
+    for array, root in zip(arrays, roots, strict=True):
+        is_whole_root = array is root and array.flags.c_contiguous
+        kind_key: tuple[object, ...]
+        if is_whole_root:
+            # The strides and the size follow from the dtype and the shape. A short key is faster.
+            kind_key = (array.dtype, array.shape)
+        else:
+            kind_key = (array.dtype, array.shape, array.strides, root.nbytes)
+
+        kind_index = known_kinds.get(kind_key)
+        if kind_index is None:
+            kind_index = len(kinds)
+            known_kinds[kind_key] = kind_index
+            dtype = cast("DType", _find_file_dtype(array.dtype))
+            if is_whole_root:
+                kind = RowKind.from_shape(dtype, array.shape)
+            else:
+                strides = _normalize_strides(array.shape, array.strides)
+                bit_strides = tuple([8 * stride for stride in strides])
+                kind = RowKind.from_strides(
+                    dtype, array.shape, bit_strides, storage_nbytes=root.nbytes
+                )
+            kinds.append(kind)
+        kind_indices.append(kind_index)
+    return kinds, kind_indices
+
+
+def _group_by_memory(roots: Sequence[np.ndarray]) -> tuple[Sequence[int], Sequence[np.ndarray]]:
+    """Find the arrays that use the same memory. Each distinct range of memory is one storage.
+
+    Args:
+        roots: Arrays that are not views of other arrays. The same array may occur several times.
 
     Returns:
         For each array, the index of its storage, and for each storage the first of its arrays.
     """
-    # To find an address takes longer than everything else here. It is not needed if every array
-    # owns its memory: then only the same array has the same memory.
-    needs_addresses = not all(root.flags.owndata for root in roots)
+    # Two different arrays can use the same memory only if it belongs to something else, such as a
+    # torch tensor. Otherwise addresses are not needed, and finding them takes longer than all else.
+    memory_keys: list[object] = list(map(id, roots))
+    if not all(root.flags.owndata for root in roots):
+        for index, root in enumerate(roots):
+            # Empty arrays share no memory, even if their addresses are equal.
+            if root.nbytes:
+                memory_keys[index] = (address_of(root), root.nbytes)
+
+    # Most states have no arrays that share memory.
+    if len(set(memory_keys)) == len(roots):
+        return range(len(roots)), roots
+
     known_storages: dict[object, int] = {}
     storage_indices: list[int] = []
     storage_roots: list[np.ndarray] = []
-    for root in roots:
-        memory_key: object = id(root)
-        # Empty arrays share no memory, whatever their addresses.
-        if needs_addresses and root.nbytes:
-            memory_key = (address_of(root), root.nbytes)
+    for memory_key, root in zip(memory_keys, roots, strict=True):
         storage_index = known_storages.setdefault(memory_key, len(storage_roots))
         if storage_index == len(storage_roots):
             storage_roots.append(root)
@@ -172,13 +212,37 @@ def _group_by_memory(roots: Sequence[np.ndarray]) -> tuple[list[int], list[np.nd
     return storage_indices, storage_roots
 
 
-def _make_kind(dtype: DType, array: np.ndarray, root: np.ndarray) -> RowKind:
-    """Return the kind of an array, given the array that owns its memory. It may be the same one."""
-    if array is root and array.flags.c_contiguous:
-        return RowKind.from_shape(dtype, array.shape)
-    strides = _normalize_strides(array.shape, array.strides)
-    bit_strides = tuple([8 * stride for stride in strides])
-    return RowKind.from_strides(dtype, array.shape, bit_strides, storage_nbytes=root.nbytes)
+def _find_bit_offsets(
+    arrays: Sequence[np.ndarray], roots: Sequence[np.ndarray], storage_indices: Sequence[int]
+) -> dict[int, int]:
+    """Return the offset, in bits, of each array from the start of its root array.
+
+    Tables have all offsets in bits, because elements of some dtypes are narrower than a byte.
+
+    Args:
+        arrays: The arrays.
+        roots: For each array, the array that has its memory. It may be the same array.
+        storage_indices: For each array, the index of its storage. Roots with the same storage start
+            at the same address.
+
+    Returns:
+        The offsets, by the index of the array. Arrays that start where their root starts are left
+        out.
+    """
+    offsets: dict[int, int] = {}
+    # The address of each storage that has views. Many arrays may be views of one root.
+    storage_addresses: dict[int, int] = {}
+    for index, (array, root) in enumerate(zip(arrays, roots, strict=True)):
+        # An array without elements has no place in the memory of its root.
+        if array is root or not array.size:
+            continue
+        storage_index = storage_indices[index]
+        if storage_index not in storage_addresses:
+            storage_addresses[storage_index] = address_of(root)
+        offset = 8 * (address_of(array) - storage_addresses[storage_index])
+        if offset:
+            offsets[index] = offset
+    return offsets
 
 
 @cache
@@ -274,11 +338,15 @@ class MemoryTensors:
     def add_storage(
         self, address: int, content: memoryview, *, owner: object, location: str = "cpu"
     ) -> Storage:
-        """Return the storage of a range of memory. The same range has the same storage.
+        """Return the storage of a range of memory, and add it if it is not known yet.
+
+        Tensors over the same range get the same storage, so that they share it in the file, too. If
+        the range is known, the owner and the location of the first call stay: the first owner keeps
+        the memory alive, and memory belongs to one device.
 
         Args:
-            address: Where the range begins in the memory of this process.
-            content: The bytes.
+            address: The address of the first byte of the range in this process.
+            content: The bytes of the range.
             owner: The object that keeps the memory alive.
             location: The device that a file records for the storage.
         """
@@ -286,7 +354,9 @@ class MemoryTensors:
         if storage is None:
             key = f"{address:x}+{content.nbytes:x}"
             self.store.add(key, content, owner=owner)
-            storage = Storage(key, 0, content.nbytes, location=location, home=self.store)
+            storage = Storage(
+                key, start=0, nbytes=content.nbytes, location=location, home=self.store
+            )
             self._storages[address, content.nbytes] = storage
         return storage
 
