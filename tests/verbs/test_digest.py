@@ -258,7 +258,7 @@ def test_expanded_views_are_refused_before_they_cost():
 )
 def test_every_byte_of_every_range_is_in_one_piece(places, block):
     content = {"a": bytes(range(100)), "b": bytes(range(100, 200))}
-    sums = RangeSums(MemoryStore(content), Ranges.from_tuples(places), block=block)
+    sums = RangeSums(MemoryStore(content), Ranges.from_tuples(places), block_nbytes=block)
 
     bytes_by_range = [[] for _ in places]
     for reads in sums.join_reads():

@@ -79,29 +79,31 @@ class RangeSums:
         ranges: Ranges,
         *,
         needs_crc: Bools | None = None,
-        block: int = SUMS.block_nbytes,
+        block_nbytes: int = SUMS.block_nbytes,
     ) -> None:
-        """Prepare to read ranges.
+        """Prepare to read ranges. Nothing is read before the tasks run.
 
         Args:
             store: The store.
             ranges: The ranges.
-            needs_crc: Which checksums are needed, by default all. The other ranges are read as
-                well, so that errors show.
-            block: The most bytes that are read at a time.
+            needs_crc: For each range whether its checksum is needed, by default all. The other
+                ranges are read as well, because a damaged file may not be readable there.
+            block_nbytes: The most bytes that are read at a time.
         """
         self.errors: dict[int, HoldfastError] = {}
         """For each range that cannot be read, the error, by the index of the range."""
         self._store = store
         self._ranges = ranges
-        self._policy = replace(SUMS, block_nbytes=block)
+        self._policy = replace(SUMS, block_nbytes=block_nbytes)
         if needs_crc is None:
             needs_crc = np.ones(len(ranges), np.bool_)
         self._needs_crc = needs_crc
 
-        # A range in several blocks of the file has several pieces. Its checksum is combined later.
-        stops = ranges.starts + ranges.nbytes
-        self._is_cut = (stops - 1) // block > ranges.starts // block
+        # A range whose first and last byte are in different blocks of the file is cut into pieces.
+        # Its checksum is combined later.
+        first_blocks = ranges.starts // block_nbytes
+        last_blocks = (ranges.starts + ranges.nbytes - 1) // block_nbytes
+        self._is_cut = last_blocks > first_blocks
         cut_indices = np.flatnonzero(self._is_cut & needs_crc).tolist()
         self._cut_crcs = {range_index: BlockCrcs() for range_index in cut_indices}
         # The checksums of the other ranges, and whether this process has computed them.
@@ -109,13 +111,21 @@ class RangeSums:
         self._is_computed: Bools = np.zeros(len(ranges), np.bool_)
 
     def join_reads(self) -> list[JoinedReads]:
-        """Return the reads of each file. Each byte of each range is in one piece of one read."""
+        """Return the reads of each file, which cover all ranges.
+
+        Neighboring ranges are joined to one read. Long ranges are cut into pieces in several reads.
+        Each byte of each range is in one piece of one read.
+        """
         return join_ranges(self._ranges, self._policy)
 
     def tasks(self, progress: Progress | None = None) -> list[Callable[[], None]]:
         """Return the tasks that read the ranges, about a block each.
 
-        A task raises no error about a file. It adds it to `errors`.
+        If a file cannot be read, a task does not raise the error but adds it to `errors`, so that
+        the other ranges are still read.
+
+        Args:
+            progress: Called with the bytes of ranges that were read.
         """
         scratch = Scratch()
         tasks: list[Callable[[], None]] = []
@@ -132,18 +142,26 @@ class RangeSums:
         scratch: Scratch,
         progress: Progress | None,
     ) -> None:
-        """Do some of the reads of a file, and compute the checksums of their pieces."""
+        """Do some of the reads of a file, and compute the checksums of their pieces.
+
+        Args:
+            reads: All reads of the file, each of which contains one or more pieces of ranges.
+            read_indices: The reads to do.
+            scratch: Memory for the data. Each thread has a buffer of its own in it.
+            progress: Called with the bytes of the pieces.
+        """
         for read_index in read_indices:
             pieces = reads.select_pieces(read_index)
             try:
                 data = read_joined(self._store, reads, read_index, scratch)
             except HoldfastError:
+                # One bad byte must not fail all ranges of the read, so each piece is tried alone.
                 for range_index, start, stop in pieces.rows():
                     self._sum_piece(range_index, start, scratch.reserve(stop - start))
             else:
                 self._add_pieces(pieces, reads.starts.item(read_index), data)
             if progress is not None:
-                # The gaps between pieces do not count.
+                # The bytes of gaps between pieces were read, but belong to no range.
                 progress((pieces.stops - pieces.starts).sum().item())
 
     def _sum_piece(self, range_index: int, start: int, out: memoryview) -> None:
@@ -154,12 +172,16 @@ class RangeSums:
         except HoldfastError as error:
             self.errors.setdefault(range_index, drop_tracebacks(error))
         else:
+            # `_add_pieces` expects columns, so this is a list of pieces with one entry.
             stop = start + out.nbytes
             piece = RangePieces(np.array([range_index]), np.array([start]), np.array([stop]))
             self._add_pieces(piece, start, out)
 
     def _add_pieces(self, pieces: RangePieces, data_start: int, data: memoryview) -> None:
-        """Compute the checksums of pieces that were read together.
+        """Compute and store the checksums of pieces of ranges that were read together.
+
+        A piece that is a whole range has the checksum of the range. The checksums of pieces of cut
+        ranges are collected, and combined when all of them have been read.
 
         Args:
             pieces: The pieces.
@@ -176,13 +198,15 @@ class RangeSums:
         range_indices = pieces.range_indices
         is_cut = self._is_cut[range_indices]
         if is_cut.any():
+            # Cut ranges are long, so there are few of them, and a loop is fast enough.
             for piece_index in np.flatnonzero(is_cut).tolist():
-                range_crcs = self._cut_crcs[range_indices.item(piece_index)]
+                piece_crcs = self._cut_crcs[range_indices.item(piece_index)]
                 start = pieces.starts.item(piece_index)
                 nbytes = pieces.stops.item(piece_index) - start
-                range_crcs.add_crc(start, nbytes, crcs[piece_index])
-            self._crcs[range_indices[~is_cut]] = np.array(crcs, np.int64)[~is_cut]
-            self._is_computed[range_indices[~is_cut]] = True
+                piece_crcs.add_crc(start, nbytes, crcs[piece_index])
+            whole_indices = range_indices[~is_cut]
+            self._crcs[whole_indices] = np.array(crcs, np.int64)[~is_cut]
+            self._is_computed[whole_indices] = True
         else:
             self._crcs[range_indices] = crcs
             self._is_computed[range_indices] = True
@@ -190,7 +214,10 @@ class RangeSums:
     def join(self, ranks: Ranks) -> None:
         """Exchange checksums with the other ranks, each of which has run some of the tasks.
 
-        Afterwards every rank has all checksums and all errors.
+        Afterwards every rank has all checksums and all errors. All ranks must call this.
+
+        Args:
+            ranks: The ranks that have read the same ranges together.
         """
         if ranks.size == 1:
             return
@@ -201,14 +228,15 @@ class RangeSums:
         errors: dict[int, tuple[str, str]] = {}
         for range_index, error in self.errors.items():
             errors[range_index] = (type(error).__name__, error.message)
-        own_checksums = RankChecksums(
+        rank_checksums = RankChecksums(
             range_indices=computed_indices.astype("<i8").tobytes(),
             crcs=self._crcs[computed_indices].astype("<i8").tobytes(),
             pieces=np.array(piece_rows, "<i8").tobytes(),
             errors=errors,
         )
 
-        message = write_document(RANK_CHECKSUMS, own_checksums)
+        # `exchange` fails if the ranks do not have the same ranges, which `common` tells.
+        message = write_document(RANK_CHECKSUMS, rank_checksums)
         for answer in exchange(ranks, message, common=self._ranges.nbytes.tobytes()):
             checksums = read_document(RANK_CHECKSUMS, answer)
             range_indices = np.frombuffer(checksums.range_indices, "<i8")
@@ -217,6 +245,7 @@ class RangeSums:
             for range_index, start, nbytes, crc in pieces.tolist():
                 self._cut_crcs[range_index].add_crc(start, nbytes, crc)
             for range_index, (error_name, text) in checksums.errors.items():
+                # Errors are sent by the name of their class. Any other class is a `StoreError`.
                 error_class = READ_ERRORS.get(error_name, StoreError)
                 self.errors.setdefault(range_index, error_class(text))
 
@@ -226,20 +255,32 @@ class RangeSums:
         It is 0 for a range whose checksum is not needed, and meaningless for a range of `errors`.
         """
         crcs = self._crcs.copy()
-        for range_index, range_crcs in self._cut_crcs.items():
-            crcs[range_index] = range_crcs.crc32()
+        for range_index, piece_crcs in self._cut_crcs.items():
+            crcs[range_index] = piece_crcs.crc32()
         return crcs
 
     def outcome(self, range_index: int) -> int | HoldfastError:
-        """Return the CRC-32 of a range as in `crcs`, or the error if it cannot be read."""
+        """Return the CRC-32 of a range, or the error if the range cannot be read.
+
+        The error is returned and not raised, so that the caller can report all damaged ranges. As
+        in `crcs`, the CRC-32 is 0 if it is not needed.
+        """
         error = self.errors.get(range_index)
         if error is not None:
             return error
-        range_crcs = self._cut_crcs.get(range_index)
-        return self._crcs.item(range_index) if range_crcs is None else range_crcs.crc32()
+        # A range that was cut into pieces has its checksums there.
+        piece_crcs = self._cut_crcs.get(range_index)
+        if piece_crcs is not None:
+            return piece_crcs.crc32()
+        return self._crcs.item(range_index)
 
     def crc32(self, range_index: int, *, name: str) -> int:
-        """Return the CRC-32 of a range, or raise the error as one of the tensor with this name."""
+        """Return the CRC-32 of a range, or raise the error if the range cannot be read.
+
+        Args:
+            range_index: The index of the range.
+            name: The name of the tensor of the range, which is added to the error.
+        """
         outcome = self.outcome(range_index)
         if isinstance(outcome, HoldfastError):
             # A raised error refers to this frame and all frames above it. If this object or a
@@ -256,6 +297,8 @@ class RangeSums:
 def find_whole_storages(requests: Sequence[Request]) -> dict[Storage, str]:
     """Find the storages that requests read completely and whose checksum is recorded.
 
+    Only these can be checked on the way, because a checksum is that of all bytes of a storage.
+
     Returns:
         For each storage the name of the first tensor that reads it.
     """
@@ -266,6 +309,7 @@ def find_whole_storages(requests: Sequence[Request]) -> dict[Storage, str]:
             storage = chunk.storage
             if storage.crc32 is None or storage in tensor_names or not storage.nbytes:
                 continue
+            # The chunk must have as many elements as the storage, and be the whole range of it.
             has_all_elements = chunk.box.count * tensor.dtype.bits == storage.nbytes * 8
             if has_all_elements and chunk.byte_range(tensor.dtype) == (0, storage.nbytes):
                 tensor_names[storage] = tensor.name
@@ -276,16 +320,20 @@ class StorageChecks:
     """Compares the checksums of storages whose blocks are read by several threads, in any order."""
 
     def __init__(self, tensor_names: Mapping[Storage, str]) -> None:
-        """Expect the blocks of storages, each with the name of a tensor for errors."""
+        """Prepare to check storages.
+
+        Args:
+            tensor_names: The storages, each with the name of a tensor that reads it, for errors.
+        """
         self._tensor_names = tensor_names
         self._crcs = {storage: BlockCrcs() for storage in tensor_names}
 
     def has_storage(self, storage: Storage) -> bool:
-        """Return whether the blocks of a storage should be added."""
+        """Return whether a storage is checked, so that its blocks must be passed to `add`."""
         return storage in self._crcs
 
     def add(self, storage: Storage, start: int, data: memoryview) -> None:
-        """Add a block of a storage, if its storage is expected.
+        """Add the checksum of a block to those of its storage, if this storage is checked.
 
         Args:
             storage: The storage.
@@ -304,6 +352,7 @@ class StorageChecks:
         """
         for storage, crcs in self._crcs.items():
             if not crcs.is_complete(storage.nbytes):
+                # Some blocks were not read, so there is no checksum of the whole storage.
                 continue
             crc = crcs.crc32()
             if crc != storage.crc32:
@@ -340,11 +389,12 @@ def check_before_reading(requests: Sequence[Request]) -> None:
         Corrupted: A storage does not have the checksum that its file records.
     """
     for source, source_requests in group_by_source(requests).items():
+        # The ranges have the order of the storages in this dict.
         tensor_names = find_whole_storages(source_requests)
         places = [(storage.key, storage.start, storage.nbytes) for storage in tensor_names]
         sums = RangeSums(source.store, Ranges.from_tuples(places))
         run_reads(sums.tasks(), DEFAULT_THREADS, stores=[source.store])
-        for index, (storage, tensor_name) in enumerate(tensor_names.items()):
-            crc = sums.crc32(index, name=tensor_name)
+        for range_index, (storage, tensor_name) in enumerate(tensor_names.items()):
+            crc = sums.crc32(range_index, name=tensor_name)
             if crc != storage.crc32:
                 raise build_damage_error(storage, tensor_name, crc)

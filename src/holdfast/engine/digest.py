@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from holdfast.core.chunk import Chunk, c_strides, is_c_ordered
@@ -68,8 +67,10 @@ def find_recorded_crc(tensor: LazyTensor) -> int | None:
         None if the file does not record checksums of exactly these bytes.
     """
     if tensor.traits.meta:
+        # A tensor on the meta device has no bytes.
         return None
     if tensor.size == 0:
+        # This is the CRC-32 of no bytes.
         return 0
     if len(tensor.chunks) > 1:
         return _combine_recorded_crcs(tensor)
@@ -77,17 +78,21 @@ def find_recorded_crc(tensor: LazyTensor) -> int | None:
         return None
     (chunk,) = tensor.chunks
     storage = chunk.storage
+    # Files record checksums of whole storages, which say nothing about a range of a storage.
     is_whole_storage = chunk.offset == 0 and storage.nbytes == tensor.nbytes
-    return storage.crc32 if is_whole_storage else None
+    if not is_whole_storage:
+        return None
+    return storage.crc32
 
 
 def _combine_recorded_crcs(tensor: LazyTensor) -> int | None:
-    """Combine the recorded checksums of the chunks of a tensor.
+    """Combine the recorded checksums of the chunks of a tensor to the checksum of the tensor.
 
     Returns:
         None if a chunk has no recorded checksum, or is not consecutive in the C order of the tensor.
     """
     if tensor.traits.conj or tensor.traits.neg:
+        # The elements of a conjugated or negated tensor are not the stored bytes.
         return None
     chunk_crcs = BlockCrcs()
     total_nbytes = 0
@@ -101,7 +106,8 @@ def _combine_recorded_crcs(tensor: LazyTensor) -> int | None:
         chunk_crcs.add_crc(start, chunk.storage.nbytes, crc)
         total_nbytes += chunk.storage.nbytes
 
-    # Of two chunks with one start only one is in `chunk_crcs`, but the total counts both.
+    # Two chunks may be the same part of the tensor. `chunk_crcs` has only one of them, but the total
+    # counts both, and is too large then.
     if total_nbytes != tensor.nbytes or not chunk_crcs.is_complete(total_nbytes):
         return None
     return chunk_crcs.crc32()
@@ -115,6 +121,7 @@ def _find_chunk_start(chunk: Chunk, tensor: LazyTensor) -> int | None:
     """
     dtype = tensor.dtype
     storage = chunk.storage
+    # Checksums of tensors are those of little-endian elements.
     if storage.byteorder != "little" and dtype.swap_nbytes > 1:
         return None
     if chunk.offset != 0 or chunk.box.count * dtype.bits != storage.nbytes * 8:
@@ -124,6 +131,7 @@ def _find_chunk_start(chunk: Chunk, tensor: LazyTensor) -> int | None:
 
     # A consecutive box has length 1 in its first dimensions, any length in the next one, and the
     # full length in all others.
+    # `cut_axis` is the axis of "any length".
     cut_axis = 0
     while cut_axis < tensor.ndim and chunk.shape[cut_axis] <= 1:
         cut_axis += 1
@@ -131,8 +139,12 @@ def _find_chunk_start(chunk: Chunk, tensor: LazyTensor) -> int | None:
         return None
 
     strides = c_strides(tensor.shape, dtype.bits)
-    start_bit = sum(a * b for a, b in zip(chunk.box.start, strides, strict=True))
-    return start_bit // 8 if start_bit % 8 == 0 else None
+    axes = zip(chunk.box.start, strides, strict=True)
+    start_bit = sum(index * stride for index, stride in axes)
+    if start_bit % 8:
+        # Packed elements may start inside of a byte, and checksums are of whole bytes.
+        return None
+    return start_bit // 8
 
 
 def compute_crcs(
@@ -156,28 +168,35 @@ def compute_crcs(
         LimitExceeded: An expanded view has too many elements.
     """
     crcs: dict[int, int] = {}
+    # Tied tensors are the same view of the same storage. The first of them is read for all.
     index_of_view: dict[ViewIdentity, int] = {}
-    same_view: dict[int, int] = {}
+    # For each tensor without a recorded checksum, the index of the first tensor with its view.
+    first_index: dict[int, int] = {}
     for index, tensor in enumerate(tensors):
         recorded_crc = find_recorded_crc(tensor) if use_recorded else None
         if recorded_crc is not None:
             crcs[index] = recorded_crc
             continue
-        same_view[index] = index_of_view.setdefault(identify_view(tensor), index)
-        if same_view[index] == index and not allow_expansion:
+        first_index[index] = index_of_view.setdefault(identify_view(tensor), index)
+        if first_index[index] == index and not allow_expansion:
             with error_context(tensor=tensor.name):
                 tensor.check_expansion()
 
     read_indices = [*index_of_view.values()]
     read_crcs = _read_crcs([tensors[index] for index in read_indices], threads, progress)
     crcs.update(zip(read_indices, read_crcs, strict=True))
-    return [crcs[same_view.get(index, index)] for index in range(len(tensors))]
+    return [crcs[first_index.get(index, index)] for index in range(len(tensors))]
 
 
 def _read_crcs(
     tensors: Sequence[LazyTensor], threads: int | None, progress: Progress | None
 ) -> list[int]:
-    """Read the bytes of tensors, and return the CRC-32 of each."""
+    """Read the bytes of tensors, and return the CRC-32 of each.
+
+    Tensors that are one range of a file are read as ranges, so that neighbors in a file are one
+    read. All other tensors are read block by block.
+    """
+    # The ranges and the blocks of tensors, by the index of the tensor.
     ranges_by_store: dict[Store, dict[int, tuple[str, int, int]]] = {}
     block_crcs: dict[int, BlockCrcs] = {}
     tasks: list[Callable[[], None]] = []
@@ -200,7 +219,7 @@ def _read_crcs(
         stores = [tensor.source.store for tensor in tensors]
         run_reads(tasks, threads or DEFAULT_THREADS, stores=stores)
 
-    crcs = {index: sums.crc32() for index, sums in block_crcs.items()}
+    crcs = {index: tensor_crcs.crc32() for index, tensor_crcs in block_crcs.items()}
     for store, sums in sums_by_store.items():
         for range_index, index in enumerate(ranges_by_store[store]):
             crcs[index] = sums.crc32(range_index, name=tensors[index].name)
@@ -223,29 +242,36 @@ def find_unchanged(
     recorded: Mapping[str, HashAndHead],
     *,
     threads: int | None = None,
-    block: int | None = None,
+    block_nbytes: int | None = None,
 ) -> tuple[set[str], set[str]]:
     """Compare tensors with content hashes that an older checkpoint records.
+
+    The heads, which are checksums of the first 64 KiB, are compared first. Only tensors with an
+    equal head are read completely.
 
     Args:
         tensors: The tensors by name.
         recorded: The recorded hash or head, or both, of each tensor.
         threads: The number of threads.
-        block: The most bytes that a thread reads at a time.
+        block_nbytes: The most bytes that a thread reads at a time.
 
     Returns:
         The names of the tensors with an equal hash, and the names of those with another head. A
-        tensor with an equal head and without a recorded hash is in neither of them.
+        tensor with an equal head and another or no recorded hash is in neither set: it must be
+        saved again, and its new hash is worth computing.
     """
-    with_head = {name: tensors[name] for name, known in recorded.items() if known.head is not None}
-    heads = _compute_heads(with_head, threads)
-    changed = {name for name, head in heads.items() if head != recorded[name].head}
+    tensors_with_head: dict[str, LazyTensor] = {}
+    for name, recorded_hashes in recorded.items():
+        if recorded_hashes.head is not None:
+            tensors_with_head[name] = tensors[name]
+    head_crcs = _compute_head_crcs(tensors_with_head, threads)
+    changed = {name for name, head_crc in head_crcs.items() if head_crc != recorded[name].head}
 
     candidates: dict[str, LazyTensor] = {}
-    for name, known in recorded.items():
-        if name not in changed and known.hash is not None:
+    for name, recorded_hashes in recorded.items():
+        if name not in changed and recorded_hashes.hash is not None:
             candidates[name] = tensors[name]
-    hashes = compute_hashes(candidates, threads=threads, block=block)
+    hashes = compute_hashes(candidates, threads=threads, block_nbytes=block_nbytes)
     unchanged = {name for name, hashed in hashes.items() if hashed.hash == recorded[name].hash}
     return unchanged, changed
 
@@ -255,17 +281,21 @@ def find_unchanged_rows(
 ) -> set[int]:
     """Return the rows of a table that have the content hash that is recorded for them.
 
+    This is `find_unchanged` for small tensors without an object for each of them. They have no head
+    that could be compared first.
+
     Args:
         table: The table.
-        recorded: The hash of each row. All rows are whole, and no longer than a head.
+        recorded: The hash of each row. A row must be a whole tensor of at most 64 KiB.
         threads: The number of threads.
     """
+    # Imported here because it imports a library that only saves need.
     from holdfast.core.content_hash import hash_small_pieces
 
     unchanged: set[int] = set()
 
     def compare(rows: Sequence[int]) -> None:
-        """Read rows and compare their hashes."""
+        """Read rows, and add those with an equal hash to `unchanged`."""
         hashes = hash_small_pieces(table.read_bytes(rows))
         pairs = zip(rows, hashes, strict=True)
         unchanged.update([row for row, row_hash in pairs if row_hash == recorded[row]])
@@ -279,38 +309,52 @@ def find_unchanged_rows(
 
 
 def compute_hashes(
-    tensors: Mapping[str, LazyTensor], *, threads: int | None = None, block: int | None = None
+    tensors: Mapping[str, LazyTensor],
+    *,
+    threads: int | None = None,
+    block_nbytes: int | None = None,
 ) -> dict[str, HashAndHead]:
-    """Return the content hash of each tensor. Every byte is read once.
+    """Return the content hash and the head of each tensor. Every byte is read once.
 
     Args:
         tensors: The tensors by name.
         threads: The number of threads. Each needs memory for a few blocks.
-        block: The most bytes that a thread reads at a time.
+        block_nbytes: The most bytes that a thread reads at a time.
     """
+    max_nbytes = block_nbytes or HASH_BLOCK_NBYTES
 
-    def list_blocks() -> Iterator[NamedBlock]:
+    def iterate_blocks() -> Iterator[NamedBlock]:
         """Yield all blocks of all tensors."""
         for name, tensor in tensors.items():
-            block_nbytes = choose_block_nbytes(tensor, block or HASH_BLOCK_NBYTES)
-            for tensor_block in split_into_blocks(tensor, block_nbytes):
-                yield name, tensor_block
-
-    return _hash_blocks(tensors, list_blocks(), threads, needs_hash=True)
-
-
-def _compute_heads(tensors: Mapping[str, LazyTensor], threads: int | None) -> dict[str, int | None]:
-    """Return the CRC-32 of the first bytes of each tensor, and read nothing else."""
-    from holdfast.core.content_hash import HEAD_NBYTES
-
-    def list_blocks() -> Iterator[NamedBlock]:
-        """Yield the blocks of the heads of all tensors."""
-        for name, tensor in tensors.items():
-            blocks = split_into_blocks(tensor, HEAD_NBYTES)
-            for block in takewhile(lambda block: block.start < HEAD_NBYTES, blocks):
+            for block in split_into_blocks(tensor, choose_block_nbytes(tensor, max_nbytes)):
                 yield name, block
 
-    hashes = _hash_blocks(tensors, list_blocks(), threads, needs_hash=False)
+    return _hash_blocks(tensors, iterate_blocks(), threads, needs_hash=True)
+
+
+def _compute_head_crcs(
+    tensors: Mapping[str, LazyTensor], threads: int | None
+) -> dict[str, int | None]:
+    """Read only the head of each tensor, its first 64 KiB, and return the CRC-32 of each head.
+
+    Returns:
+        The CRC-32 by the name of the tensor; None for a tensor of 64 KiB or less, which has no
+        head, because its hash takes no longer.
+    """
+    # Imported here because it imports a library that only saves need.
+    from holdfast.core.content_hash import HEAD_NBYTES
+
+    def iterate_head_blocks() -> Iterator[NamedBlock]:
+        """Yield the blocks that start in the head of a tensor, for all tensors."""
+        for name, tensor in tensors.items():
+            # Blocks end where rows end. So they can be shorter than the head, which then consists
+            # of several of them.
+            for block in split_into_blocks(tensor, HEAD_NBYTES):
+                if block.start >= HEAD_NBYTES:
+                    break
+                yield name, block
+
+    hashes = _hash_blocks(tensors, iterate_head_blocks(), threads, needs_hash=False)
     return {name: hashed.head for name, hashed in hashes.items()}
 
 
@@ -323,12 +367,16 @@ def _hash_blocks(
 ) -> dict[str, HashAndHead]:
     """Read blocks of tensors, and return the hash of each tensor or only its head.
 
+    Small blocks share a task, because a task for each of a hundred thousand tensors costs more than
+    reading them.
+
     Args:
         tensors: The tensors by name.
         blocks: All of their blocks, or those of the heads.
         threads: The number of threads.
         needs_hash: Whether the hashes are computed, and not only the heads.
     """
+    # Imported here because it imports a library that only saves need.
     from holdfast.core.content_hash import ContentHasher
 
     hashers: dict[str, ContentHasher] = {}

@@ -42,30 +42,40 @@ BATCH_TENSOR_COUNT = 1 << 13
 kilobyte on the way, however short it is. That memory is free again before the next batch."""
 
 KEY_MARK = "\udc00"
-"""Separates a label from what else is known of its data. It is half of a surrogate pair, which no
-name that is saved contains."""
+"""Separates the label of data from a suffix, in the keys of a dict of checksums. It is half of a
+surrogate pair, which no name that is saved contains. The label alone is the key of the CRC-32."""
 
-HASH_KEY = KEY_MARK + "hash"
-"""Follows the label of data in the key of its content hash, among the checksums."""
+HASH_SUFFIX = KEY_MARK + "hash"
+"""Appended to the label of data, this is the key of its content hash in a dict of checksums."""
 
-HEAD_KEY = KEY_MARK + "head"
-"""Follows the label of data in the key of its head, the CRC-32 of its first bytes. The head is 0
-for data that is too short to have one (`core/content_hash.py`)."""
+HEAD_SUFFIX = KEY_MARK + "head"
+"""Appended to the label of data, this is the key of its head in a dict of checksums. The head is
+the CRC-32 of the first 64 KiB, and 0 for data that is not longer than that."""
 
 MISTAKEN_KEY = KEY_MARK + "mistaken"
-"""For the second checksum of torch's writer (`formats.torch.write.mistaken_crc`)."""
+"""Appended to the label of data, this is the key of a second checksum that torch's writer computes
+for some data (`formats.torch.write.mistaken_crc`). The key without a label is present if any data
+of the dict has one."""
 
 Hashing = str
 """What is computed of data besides its CRC-32: `""` for nothing, `"head"`, or `"hash"` for both."""
 
 
 def get_hash_fields(label: str, hashed: HashAndHead) -> dict[str, int]:
-    """Return the content hash and the head of data under their keys."""
-    return {label + HASH_KEY: hashed.hash or 0, label + HEAD_KEY: hashed.head or 0}
+    """Return the content hash of data and the CRC-32 of its first 64 KiB, under their keys.
+
+    Both values must be integers, because ranks exchange them. So 0 stands for a value that was not
+    computed, and for the head of data that is too short to have one.
+    """
+    return {label + HASH_SUFFIX: hashed.hash or 0, label + HEAD_SUFFIX: hashed.head or 0}
 
 
 def remove_hashes(crcs: dict[str, int]) -> dict[str, int]:
-    """Remove everything except the CRC-32 of data from a dict of checksums, and return the dict."""
+    """Remove everything except the CRC-32 of data from a dict of checksums, and return this dict.
+
+    The key of a CRC-32 is the label of the data. All other keys consist of a label, `KEY_MARK` and
+    the name of what they stand for, such as a content hash.
+    """
     # One search in a long text is faster than one search for each of a million labels.
     if KEY_MARK in "".join(crcs):
         for key in list(crcs):
@@ -81,20 +91,27 @@ def join_pieces(pieces: Iterable[bytes], nbytes: int) -> bytes:
     as much memory as the result.
     """
     buffer = BytesIO()
-    # Allocate all memory at once.
+    # Writing the last byte allocates all memory at once, instead of growing the buffer often.
     buffer.seek(max(nbytes - 1, 0))
     buffer.write(b" ")
+
     buffer.seek(0)
     buffer.writelines(pieces)
+    # Without pieces, the byte from above is still there.
     buffer.truncate()
     return buffer.getvalue()
 
 
 def check_length(content: bytes, nbytes: int) -> bytes:
-    """Check that content has the length that its segment has in the plan, and return it.
+    """Return the content of a segment after checking that it has the length of the plan.
+
+    Args:
+        content: The bytes of the segment, which were made after the plan.
+        nbytes: The length of the segment in the plan.
 
     Raises:
-        ValueError: It has another length, so it would overwrite the next segment or leave a gap.
+        ValueError: The content has another length. It would overwrite the next segment of the file,
+            or leave a gap before it.
     """
     if len(content) != nbytes:
         raise ValueError(f"a segment of {nbytes} bytes was made with {len(content)} bytes")
@@ -122,12 +139,14 @@ class Data(Value, frozen=True):
     label: str
     """What the file calls the tensor. It is unique in a plan. The checksum has this key."""
     hashing: Hashing = ""
-    """What is computed besides the CRC-32. It has the label and `HASH_KEY` or `HEAD_KEY` as key."""
+    """What is computed besides the CRC-32. The keys are the label with `HASH_SUFFIX` and with
+    `HEAD_SUFFIX`."""
     nbytes: int = -1
     """Computed from the tensor; a value that is passed is ignored."""
 
     def __post_init__(self) -> None:
         """Compute the length once. A property would compute it again for every use."""
+        # The class is frozen, so a plain assignment would fail.
         force_setattr(self, "nbytes", self.tensor.nbytes)
 
 
@@ -191,10 +210,16 @@ class Late(Value, frozen=True):
 Segment = Literal | Data | Memory | Gathered | Hole | Late
 
 
-def list_sum_keys(segments: Iterable[Segment]) -> list[str]:
-    """Return the keys of all checksums and hashes that are known after segments are written."""
+def list_checksum_keys(segments: Iterable[Segment]) -> list[str]:
+    """Return the keys of all checksums and hashes that are known after segments are written.
+
+    The label of data is the key of its CRC-32. If the plan also asks for content hashes, the label
+    with `HASH_SUFFIX` is the key of the hash. The label with `HEAD_SUFFIX` is the key of the head:
+    the CRC-32 of the first 64 KiB, which shows most changes without reading all of the data.
+    """
     keys: list[str] = []
     for segment in segments:
+        # Literals, holes and late segments contain no data of tensors, so they have no keys.
         labels: Sequence[str] = ()
         is_hashed = False
         if isinstance(segment, Gathered):
@@ -208,8 +233,8 @@ def list_sum_keys(segments: Iterable[Segment]) -> list[str]:
 
         keys += labels
         if is_hashed:
-            keys += [label + HASH_KEY for label in labels]
-            keys += [label + HEAD_KEY for label in labels]
+            keys += [label + HASH_SUFFIX for label in labels]
+            keys += [label + HEAD_SUFFIX for label in labels]
     return keys
 
 
@@ -224,12 +249,14 @@ class FilePlan(Value, frozen=True):
 
     def __post_init__(self) -> None:
         """Compute the length of the file once. A file can have a hundred thousand segments."""
+        # The class is frozen, so a plain assignment would fail.
         force_setattr(self, "nbytes", sum([segment.nbytes for segment in self.segments]))
 
     def offsets(self) -> list[int]:
         """Return the offset of each segment in the file."""
-        segment_ends = [*accumulate([segment.nbytes for segment in self.segments], initial=0)]
-        return segment_ends[:-1]
+        # Each segment starts where the one before it ends. The last edge is the end of the file.
+        segment_edges = [*accumulate([segment.nbytes for segment in self.segments], initial=0)]
+        return segment_edges[:-1]
 
 
 class LinkedFile(Value, frozen=True):
@@ -268,12 +295,19 @@ class SavePlan(Value, frozen=True):
 
     @property
     def file_sizes(self) -> list[tuple[str, int]]:
-        """The key and size of every file of the checkpoint. Linked files are the first."""
+        """The key and size of every file of the checkpoint.
+
+        The list starts with the files that are linked from another checkpoint, followed by the
+        files that are written.
+        """
         linked_sizes = [(file.key, file.nbytes) for file in self.linked]
         return linked_sizes + [(file.key, file.nbytes) for file in (*self.files, *self.index)]
 
     def tensors(self) -> Sequence[LazyTensor]:
-        """Return every tensor that is written, in the order of the files."""
+        """Return every tensor that is written, in the order of the files.
+
+        `Memory` segments are left out, because they are bytes without a dtype and a shape.
+        """
         tensors: list[LazyTensor] = []
         for file in (*self.files, *self.index):
             for segment in file.segments:
@@ -284,9 +318,10 @@ class SavePlan(Value, frozen=True):
         return tensors
 
     def explain(self) -> str:
-        """Describe the files of this plan for people."""
+        """Return a text for people with one line for each file of this plan."""
         lines = [f"{self.format}: {self.nbytes:,} bytes"]
         for file in (*self.files, *self.index):
+            # A checkpoint that is one file has no directory, and so no key within it.
             name = file.key or "one file"
             lines.append(f"{name}: {file.nbytes:,} bytes in {len(file.segments):,} segments")
         for linked in self.linked:

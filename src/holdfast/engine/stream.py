@@ -36,7 +36,7 @@ from holdfast.engine.saves import (
     Segment,
     check_length,
     get_hash_fields,
-    list_sum_keys,
+    list_checksum_keys,
 )
 from holdfast.engine.threads import BackgroundCall
 from holdfast.engine.write import (
@@ -291,7 +291,7 @@ def _write_segments(
     Returns:
         The checksums and hashes of the data of this plan.
     """
-    sum_keys = set(list_sum_keys(plan.segments))
+    checksum_keys = set(list_checksum_keys(plan.segments))
     writer = _BufferedWriter(file)
     for segment in plan.segments:
         match segment:
@@ -303,7 +303,7 @@ def _write_segments(
                 content, item_crcs = segment.make()
                 writer.write(check_length(content, segment.nbytes))
                 crcs.update(item_crcs)
-                sum_keys.update(item_crcs)
+                checksum_keys.update(item_crcs)
             case Hole():
                 for start in range(0, segment.nbytes, len(ZEROS)):
                     writer.write(memoryview(ZEROS)[: segment.nbytes - start])
@@ -325,7 +325,7 @@ def _write_segments(
             )
     _flush(file)
     # A segment of many small tensors may have no hash of some of them.
-    return {key: crcs[key] for key in sum_keys if key in crcs}
+    return {key: crcs[key] for key in checksum_keys if key in crcs}
 
 
 def _write_data(writer: Writer, segment: Data | Memory, remote_blocks: Iterator[memoryview]) -> int:

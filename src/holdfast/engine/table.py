@@ -33,7 +33,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine import saves
 from holdfast.engine.files import FileStorages, tabulate
-from holdfast.engine.saves import HASH_KEY, HEAD_KEY, Data, Gathered, Hashing, Memory, Segment
+from holdfast.engine.saves import HASH_SUFFIX, HEAD_SUFFIX, Data, Gathered, Hashing, Memory, Segment
 
 SAMPLE_NBYTES = 1 << 20
 """A store is asked what it costs to read this many bytes."""
@@ -410,8 +410,8 @@ def _gather_rows(
 
             # Small rows have a hash of all their bytes, and no hash of only the first ones.
             for label, content_hash in zip(labels, hash_small_pieces(contents), strict=True):
-                checksums[label + HASH_KEY] = content_hash
-                checksums[label + HEAD_KEY] = 0
+                checksums[label + HASH_SUFFIX] = content_hash
+                checksums[label + HEAD_SUFFIX] = 0
         return b"".join(contents), checksums
 
     read_nbytes = None

@@ -72,11 +72,12 @@ GATHER_NBYTES = 256 << 10
 in memory and written by one call."""
 
 BATCH_DIVISOR = 2
-"""Some stores, such as a GPU, prefer reads of a certain size. Data of such a store is collected in
-batches of that size divided by this."""
+"""Some stores, such as a GPU, prefer reads of a certain size, because each read costs much. A batch
+with data of such a store may have that size divided by this, so that one read fetches it all."""
 
 SMALL_DIVISOR = 16
-"""Data of a store that prefers reads of a certain size is small up to that size divided by this."""
+"""Data of a store that prefers reads of a certain size goes into a batch up to that size divided by
+this. Larger data is a read of its own."""
 
 MAX_GATHERING_THREADS = 4
 """The most threads that write a file that is mostly `Gathered` segments. To make such a segment
@@ -92,8 +93,9 @@ Progress = Callable[[int], None]
 
 BytesLike = bytes | bytearray | memoryview
 
-BorrowBytes = Callable[[], AbstractContextManager[memoryview]]
-"""Reads a block, for use in a `with`. Afterwards its memory may be used for another block."""
+OpenBlock = Callable[[], AbstractContextManager[memoryview]]
+"""Reads a block and returns a context with its bytes: `with open_block() as data`. After the `with`,
+their memory may be used for another block."""
 
 PlacedSegment = tuple[int, Segment]
 """A segment and its offset in the file."""
@@ -142,9 +144,11 @@ class FileSums(Struct):
     blocks: list[WrittenBlock] = field(default_factory=list)
 
     def add(self, segment: Data | Memory, start: int, data: memoryview | bytearray) -> int:
-        """Compute the CRC-32 of a block of a segment, and its hash if the plan asks for it.
+        """Compute the CRC-32 of a block of a segment, and its content hash if the plan asks for it.
 
-        This happens right before or after the block is written, while it is in the cache.
+        A segment that is one block gets its final checksums here. The checksums of several blocks
+        are collected, and `combine` turns them into those of the segment. The caller writes the
+        block right before or after this call, while its bytes are in the cache.
 
         Args:
             segment: The segment that the block belongs to.
@@ -157,16 +161,17 @@ class FileSums(Struct):
         label = segment.label
         is_whole = len(data) == segment.nbytes
         if isinstance(segment, Data) and segment.hashing:
+            needs_hash = segment.hashing == "hash"
             if is_whole:
-                hashed = hash_bytes(data) if segment.hashing == "hash" else hash_head(data)
-                self.crcs.update(get_hash_fields(label, hashed))
+                hash_and_head = hash_bytes(data) if needs_hash else hash_head(data)
+                self.crcs.update(get_hash_fields(label, hash_and_head))
             else:
                 hasher = self.block_hashes.get(label)
                 if hasher is None:
-                    # Several threads may do this at once. `setdefault` keeps the first hash.
-                    hasher = self.block_hashes.setdefault(
-                        label, ContentHasher(segment.nbytes, needs_hash=segment.hashing == "hash")
-                    )
+                    # Several threads may get here at once. `setdefault` returns the hasher of the
+                    # first thread to all of them.
+                    new_hasher = ContentHasher(segment.nbytes, needs_hash=needs_hash)
+                    hasher = self.block_hashes.setdefault(label, new_hasher)
                 hasher.add(start, data)
 
         crc = crc32(data)
@@ -174,20 +179,29 @@ class FileSums(Struct):
         return crc
 
     def add_crc(self, segment: Data | Memory, start: int, nbytes: int, crc: int) -> None:
-        """Record the CRC-32 of a block of a segment."""
+        """Record the CRC-32 of a block of a segment.
+
+        Args:
+            segment: The segment that the block belongs to.
+            start: The offset of the block in the segment.
+            nbytes: The length of the block.
+            crc: The CRC-32 of the block.
+        """
         if nbytes == segment.nbytes:
+            # The block is the whole segment, so there is nothing to combine later.
             self.crcs[segment.label] = crc
         else:
-            self.block_sums.setdefault(segment.label, BlockCrcs()).add_crc(start, nbytes, crc)
+            block_crcs = self.block_sums.setdefault(segment.label, BlockCrcs())
+            block_crcs.add_crc(start, nbytes, crc)
 
     def combine(self) -> dict[str, int]:
-        """Combine the checksums of blocks, and return all checksums by label.
+        """Combine the checksums of blocks to those of segments, and return all checksums by label.
 
-        All blocks must have been added. The result is the dict of this object and not a copy,
-        because there can be a million checksums.
+        Call this after all blocks have been added. The result is the dict of this object and not a
+        copy, because there can be a million checksums.
         """
-        for label, sums in self.block_sums.items():
-            self.crcs[label] = sums.crc32()
+        for label, block_crcs in self.block_sums.items():
+            self.crcs[label] = block_crcs.crc32()
         for label, hasher in self.block_hashes.items():
             self.crcs.update(get_hash_fields(label, hasher.result()))
         return self.crcs
@@ -200,12 +214,12 @@ def write_file(
     crcs: Mapping[str, int] | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
-    block: int | None = None,
+    block_nbytes: int | None = None,
 ) -> Receipt:
     """Write one file of a plan.
 
-    Besides the state itself this takes memory for about `2 * threads * block` bytes: for what was
-    read, and for what is computed from it.
+    Besides the state itself this takes about `2 * threads * block_nbytes` of memory: each thread
+    has a block that was read, and a block that is computed from it, such as converted elements.
 
     Args:
         plan: The file.
@@ -213,13 +227,13 @@ def write_file(
         crcs: The checksums of files that were written before. `Late` segments may need them.
         threads: The number of threads, by default a suitable one for the data.
         progress: Called while data is written.
-        block: The most bytes that a thread handles at a time.
+        block_nbytes: The most bytes that a thread handles at a time.
 
     Returns:
-        The checksums of the data.
+        The length of the file, the checksums of its data, and the blocks that were written.
     """
     if plan.nbytes < GATHER_NBYTES:
-        # This is one write, so there is no reason to allocate space before it.
+        # A short file is one write, so there is no reason to allocate space before it.
         content, receipt = assemble_file(plan, crcs or {})
         if content:
             file.write(0, memoryview(content))
@@ -229,7 +243,9 @@ def write_file(
 
     file.allocate(plan.nbytes)
     whole_range = (0, plan.nbytes)
-    sums = write_range(plan, file, whole_range, threads=threads, progress=progress, block=block)
+    sums = write_range(
+        plan, file, whole_range, threads=threads, progress=progress, block_nbytes=block_nbytes
+    )
     return finish_file(plan, file, sums, crcs=crcs, progress=progress)
 
 
@@ -240,12 +256,12 @@ def write_range(
     *,
     threads: int | None = None,
     progress: Progress | None = None,
-    block: int | None = None,
+    block_nbytes: int | None = None,
 ) -> FileSums:
     """Write the blocks of a file that start in a range of its bytes.
 
     Ranks that write one file together call this with adjoining ranges. They must pass the same
-    `block`, so that all of them cut the file into the same blocks.
+    `block_nbytes`, so that all of them cut the file into the same blocks.
 
     Args:
         plan: The file.
@@ -253,28 +269,34 @@ def write_range(
         byte_range: The first byte of the range, and the byte after its last one.
         threads: See `write_file`.
         progress: See `write_file`.
-        block: See `write_file`.
+        block_nbytes: See `write_file`.
 
     Returns:
         The checksums of these blocks, for `finish_file`.
     """
-    stores = [s.tensor.source.store for s in plan.segments if isinstance(s, Data)]
+    data_segments = [segment for segment in plan.segments if isinstance(segment, Data)]
+    stores = [segment.tensor.source.store for segment in data_segments]
+    # Only remote stores have a request count. It is 0 if all data is local.
     request_count = max([store.read_profile.request_count for store in stores], default=0)
     if not threads:
-        gathered_nbytes = sum(s.nbytes for s in plan.segments if isinstance(s, Gathered))
-        is_mostly_gathered = 2 * gathered_nbytes > plan.nbytes
+        gathered = [segment for segment in plan.segments if isinstance(segment, Gathered)]
+        is_mostly_gathered = 2 * sum(segment.nbytes for segment in gathered) > plan.nbytes
         threads = DEFAULT_THREADS
         if is_mostly_gathered:
             threads = min(threads, MAX_GATHERING_THREADS)
         # A thread that reads from a remote store mostly waits, so there is one for each request.
         threads = max(threads, request_count)
-    if not block:
-        # A remote store is asked for large blocks, because each request takes long.
-        block = 2 * BLOCK_NBYTES if request_count else choose_cached_nbytes(threads, BLOCK_NBYTES)
+    if not block_nbytes:
+        if request_count:
+            # A remote store is asked for large blocks, because each request takes long.
+            block_nbytes = 2 * BLOCK_NBYTES
+        else:
+            block_nbytes = choose_cached_nbytes(threads, BLOCK_NBYTES)
 
     sums = FileSums()
     start, stop = byte_range
-    tasks = _SegmentWriter(file, sums, progress).cut_tasks(plan, block)
+    tasks = _SegmentWriter(file, sums, progress).cut_tasks(plan, block_nbytes)
+    # A block belongs to the range where it starts, even if it ends in the next one.
     tasks_in_range = (task for offset, task in tasks if start <= offset < stop)
     run_reads(tasks_in_range, threads, stores=stores)
     return sums
@@ -290,15 +312,22 @@ def finish_file(
 ) -> Receipt:
     """Write the segments that depend on checksums, after all data of the file has been written.
 
+    An example is the directory of a zip file, which lists the checksum of each record.
+
     Args:
         plan: The file.
         file: The file with its data.
         sums: The checksums of the data, from `write_range`.
         crcs: The checksums of files that were written before.
         progress: Called with the bytes of the segments.
+
+    Returns:
+        The length of the file, the checksums of its data, and the blocks that were written.
     """
     receipt = Receipt(plan.nbytes, sums.combine(), sums.blocks)
-    all_crcs = {**crcs, **receipt.crcs} if crcs else receipt.crcs
+    all_crcs = receipt.crcs
+    if crcs:
+        all_crcs = {**crcs, **all_crcs}
     for offset, content, late_nbytes in _join_late_segments(plan, all_crcs, sums.late_offsets):
         file.write(offset, memoryview(content))
         receipt.blocks.append(WrittenBlock(offset, len(content), crc32(content)))
@@ -325,40 +354,60 @@ class RankSums(Struct):
 
     @classmethod
     def from_file_sums(cls, plan: FilePlan, sums: FileSums) -> RankSums:
-        """Convert the checksums of the bytes that this rank wrote."""
+        """Convert the checksums of the bytes that this rank wrote.
+
+        A checksum is sent as a few integers instead of with its label, if the index of the segment
+        identifies it. There can be a million labels, and every rank has them in its plan.
+        """
+        # What remains here after the loop has a key that is not the label of a segment.
         named_sums = dict(sums.crcs)
-        rows: list[tuple[int, int, int, int]] = []
+        block_rows: list[tuple[int, int, int, int]] = []
         gathered: dict[int, bytes] = {}
         for index, segment in enumerate(plan.segments):
             if isinstance(segment, Data | Memory):
+                # A segment that another rank wrote is in neither of the two dicts.
                 label = segment.label
                 if label in named_sums:
-                    rows.append((index, 0, segment.nbytes, named_sums.pop(label)))
+                    block_rows.append((index, 0, segment.nbytes, named_sums.pop(label)))
                 elif label in sums.block_sums:
-                    rows += [(index, *block) for block in sums.block_sums[label].blocks()]
+                    block_rows += [(index, *block) for block in sums.block_sums[label].blocks()]
             elif isinstance(segment, Gathered):
-                # A rank writes a `Gathered` segment completely or not at all.
+                # A rank writes a `Gathered` segment completely or not at all, so one of its items
+                # shows whether this rank wrote it.
                 is_written = bool(segment.labels) and segment.labels[0] in named_sums
                 if is_written:
                     item_crcs = [named_sums.pop(label) for label in segment.labels]
                     gathered[index] = np.array(item_crcs, "<u4").tobytes()
-        return cls(np.array(rows, "<i8").tobytes(), gathered, named_sums, [*sums.late_offsets])
+        return cls(
+            blocks=np.array(block_rows, "<i8").tobytes(),
+            gathered=gathered,
+            named_sums=named_sums,
+            late_offsets=[*sums.late_offsets],
+        )
 
     @classmethod
     def from_crcs(cls, plan: FilePlan, crcs: Mapping[str, int]) -> RankSums:
-        """Convert the checksums of a file that this rank wrote completely."""
-        return cls.from_file_sums(plan, FileSums(dict(crcs)))
+        """Convert the checksums of a file that this rank wrote completely.
+
+        They are already those of whole segments, so there are no checksums of blocks.
+        """
+        return cls.from_file_sums(plan, FileSums(crcs=dict(crcs)))
 
     def combine_crcs(self, plan: FilePlan) -> dict[str, int]:
-        """Return the checksums of a file that the other rank wrote completely, by label."""
+        """Return the checksums of a file that the sending rank wrote completely, by label."""
         sums = FileSums()
         self.add_to(plan, sums)
         return sums.combine()
 
     def add_to(self, plan: FilePlan, sums: FileSums) -> None:
-        """Add what the other rank wrote to the checksums of the file."""
-        rows = np.frombuffer(self.blocks, "<i8").reshape(-1, 4)
-        for index, start, nbytes, crc in rows.tolist():
+        """Add the checksums that another rank has sent to those of the file.
+
+        Args:
+            plan: The file. Both ranks have the same plan.
+            sums: The checksums of the file. They receive those of the other rank.
+        """
+        block_rows = np.frombuffer(self.blocks, "<i8").reshape(-1, 4)
+        for index, start, nbytes, crc in block_rows.tolist():
             segment = plan.segments[index]
             assert isinstance(segment, Data | Memory)  # the ranks have the same plan
             sums.add_crc(segment, start, nbytes, crc)
@@ -376,31 +425,51 @@ def assemble_file(plan: FilePlan, crcs: Mapping[str, int]) -> tuple[bytes, Recei
 
     Args:
         plan: The file.
-        crcs: The checksums of files that were written before.
+        crcs: The checksums of files that were written before. `Late` segments may need them.
 
     Returns:
         The content, and the receipt that `write_file` returns after writing it.
     """
     sums = FileSums()
     pieces: list[BytesLike | None] = []
-    stores = [s.tensor.source.store for s in plan.segments if isinstance(s, Data)]
+    data_segments = [segment for segment in plan.segments if isinstance(segment, Data)]
+    stores = [segment.tensor.source.store for segment in data_segments]
     sequential_stores = [store for store in stores if store.read_profile.is_sequential]
     if sequential_stores:
+
+        def assemble_in_task() -> None:
+            """Fill `pieces`, because a task cannot return a result."""
+            pieces.extend(_assemble_pieces(plan.segments, sums))
+
         # `run_reads` keeps such a store open for reading, and has everything read by this thread.
-        task = lambda: pieces.extend(_assemble_pieces(plan.segments, sums))  # noqa: E731
-        run_reads([task], 1, stores=sequential_stores)
+        run_reads([assemble_in_task], 1, stores=sequential_stores)
     else:
         pieces = _assemble_pieces(plan.segments, sums)
 
+    # None marks a piece that depends on checksums of other data. All of them are known now.
     if None in pieces:
-        all_crcs = {**crcs, **sums.crcs} if crcs else sums.crcs
-        for index, segment in enumerate(plan.segments):
-            if isinstance(segment, Late) and pieces[index] is None:
-                pieces[index] = check_length(segment.make(all_crcs), segment.nbytes)
+        _fill_late_pieces(plan.segments, pieces, {**crcs, **sums.crcs})
 
     content = b"".join(cast("list[bytes]", pieces))
-    blocks = [WrittenBlock(0, len(content), crc32(content))] if content else []
-    return content, Receipt(plan.nbytes, sums.crcs, blocks)
+    receipt = Receipt(plan.nbytes, sums.crcs)
+    if content:
+        receipt.blocks.append(WrittenBlock(0, len(content), crc32(content)))
+    return content, receipt
+
+
+def _fill_late_pieces(
+    segments: Sequence[Segment], pieces: list[BytesLike | None], crcs: Mapping[str, int]
+) -> None:
+    """Replace each None in a list of pieces by the bytes of its `Late` segment.
+
+    Args:
+        segments: The segments of the pieces.
+        pieces: The bytes of each segment; None for a `Late` segment that is not made yet.
+        crcs: All checksums that the `Late` segments are made from.
+    """
+    for index, segment in enumerate(segments):
+        if isinstance(segment, Late) and pieces[index] is None:
+            pieces[index] = check_length(segment.make(crcs), segment.nbytes)
 
 
 def _join_late_segments(
@@ -408,14 +477,21 @@ def _join_late_segments(
 ) -> Iterator[tuple[int, bytes, int]]:
     """Make the `Late` segments that are not written yet, and join neighbors.
 
-    Short literals between two of them are joined with them, so that one call writes all of it. They
-    are then written for a second time.
+    Short literals between two `Late` segments are joined with them, so that one call writes all of
+    it. These literals are in the file already, and are written for a second time.
+
+    Args:
+        plan: The file.
+        crcs: All checksums that the segments are made from.
+        written_offsets: The offsets of the `Late` segments that are written already.
 
     Yields:
         An offset, the bytes to write there, and how many of these are of `Late` segments.
     """
-    start = late_nbytes = 0
+    start = 0
+    late_nbytes = 0
     pieces: list[bytes] = []
+    # Literals after the last piece. They are needed only if another `Late` segment follows.
     literals: list[bytes] = []
     for segment, offset in zip(plan.segments, plan.offsets(), strict=True):
         if isinstance(segment, Late) and offset not in written_offsets:
@@ -462,18 +538,23 @@ class _SegmentWriter:
             The offset in the file where a task starts, and the task.
         """
         for batch in _group_segments(plan):
+            # A large segment is the only one of its batch. All segments of other batches are small.
             offset, segment = batch[0]
             if not _is_large(segment):
                 yield offset, partial(self._write_batch, batch)
             elif isinstance(segment, Gathered):
                 yield offset, partial(self._write_gathered, segment, offset)
             elif isinstance(segment, Data | Memory):
-                for start, borrow in cut_segment(segment, block_nbytes):
-                    yield offset + start, partial(self._write_block, segment, offset, start, borrow)
-            # Nothing is written for a large hole: `allocate` has made the file long enough.
+                for start, open_block in cut_segment(segment, block_nbytes):
+                    task = partial(self._write_block, segment, offset, start, open_block)
+                    yield offset + start, task
+            else:
+                # Nothing is written for a large hole: `allocate` has made the file long enough.
+                # Literals and late segments are never large.
+                assert isinstance(segment, Hole)
 
     def _write_block(
-        self, segment: Data | Memory, segment_offset: int, block_start: int, borrow: BorrowBytes
+        self, segment: Data | Memory, segment_offset: int, block_start: int, open_block: OpenBlock
     ) -> None:
         """Write one block of a large segment.
 
@@ -481,13 +562,13 @@ class _SegmentWriter:
             segment: The segment.
             segment_offset: The offset of the segment in the file.
             block_start: The offset of the block in the segment.
-            borrow: Reads the block.
+            open_block: Reads the block, and returns a context with its bytes.
         """
         offset = segment_offset + block_start
         with ExitStack() as stack:
             # Only errors of reading concern the tensor. A failed write concerns the file.
             with error_context(tensor=segment.label):
-                data = stack.enter_context(borrow())
+                data = stack.enter_context(open_block())
             nbytes = data.nbytes
             crc = self._sums.add(segment, block_start, data)
             self._file.write(offset, data)
@@ -496,7 +577,10 @@ class _SegmentWriter:
             self._progress(nbytes)
 
     def _write_gathered(self, segment: Gathered, offset: int) -> None:
-        """Make and write a segment with many small tensors."""
+        """Make and write a segment with many small tensors.
+
+        `Gathered.make` returns the checksums of the tensors together with their bytes.
+        """
         content, crcs = segment.make()
         check_length(content, segment.nbytes)
         self._sums.crcs.update(crcs)
@@ -508,18 +592,24 @@ class _SegmentWriter:
     def _write_batch(self, batch: Sequence[PlacedSegment]) -> None:
         """Write consecutive small segments with one call.
 
-        `Late` segments that need checksums of other batches are left blank, and `finish_file`
-        writes them. These bytes are in no block, since they have no checksum yet.
+        `Late` segments that need checksums of other batches are written as zeros, and `finish_file`
+        replaces them. The zeros are in no `WrittenBlock`, because a check that reads the file back
+        would find other bytes.
+
+        Args:
+            batch: The segments, each with its offset in the file.
         """
         pieces = _assemble_pieces([segment for _, segment in batch], self._sums)
-        batch_offset = batch[0][0]
+        batch_offset, _ = batch[0]
         blank_nbytes = 0
-        complete_start = batch_offset
+        # The ranges of the file between the zeros, and the start of the current one.
         complete_ranges: list[tuple[int, int]] = []
+        complete_start = batch_offset
         for index, (offset, segment) in enumerate(batch):
             if not isinstance(segment, Late):
                 continue
             if pieces[index] is not None:
+                # The segment could be made, so `finish_file` need not write it.
                 self._sums.late_offsets.add(offset)
                 continue
             pieces[index] = bytes(segment.nbytes)
@@ -529,6 +619,7 @@ class _SegmentWriter:
 
         content = memoryview(b"".join(cast("list[bytes]", pieces)))
         if not content:
+            # All segments of the batch are empty, such as tensors without elements.
             return
         complete_ranges.append((complete_start, batch_offset + content.nbytes))
         self._file.write(batch_offset, content)
@@ -536,57 +627,81 @@ class _SegmentWriter:
             crc = crc32(content[start - batch_offset : stop - batch_offset])
             self._sums.blocks.append(WrittenBlock(start, stop - start, crc))
         if self._progress:
+            # `finish_file` reports the bytes of the segments that are still zeros.
             self._progress(content.nbytes - blank_nbytes)
 
 
+class _Batch(Struct):
+    """Consecutive small segments that are written by one call."""
+
+    segments: list[PlacedSegment] = field(default_factory=list)
+    nbytes: int = 0
+    limit_nbytes: int = GATHER_NBYTES
+    """The batch gets no more segments when it has this many bytes."""
+
+
 def _group_segments(plan: FilePlan) -> Iterator[Sequence[PlacedSegment]]:
-    """Yield large segments by themselves, and small neighbors as batches."""
-    batch: list[PlacedSegment] = []
-    batch_nbytes = 0
-    batch_limit_nbytes = GATHER_NBYTES
+    """Divide the segments of a file into batches of small neighbors.
+
+    A large segment is a batch of its own. The limit of a batch is checked before a segment is added
+    to it, so a batch exceeds its limit by less than one small segment.
+
+    Yields:
+        The segments of each batch, with their offsets in the file.
+    """
+    batch = _Batch()
     for segment, offset in zip(plan.segments, plan.offsets(), strict=True):
         is_large = _is_large(segment)
-        if batch and (is_large or batch_nbytes >= batch_limit_nbytes):
-            yield batch
-            batch = []
-            batch_nbytes = 0
-            batch_limit_nbytes = GATHER_NBYTES
+        if batch.segments and (is_large or batch.nbytes >= batch.limit_nbytes):
+            yield batch.segments
+            batch = _Batch()
         if is_large:
             yield [(offset, segment)]
             continue
-        batch.append((offset, segment))
-        batch_nbytes += segment.nbytes
+
+        batch.segments.append((offset, segment))
+        batch.nbytes += segment.nbytes
         if isinstance(segment, Data):
+            # Each read from a store such as a GPU costs much. All data of a batch is read together,
+            # so larger batches need fewer reads.
             preferred_nbytes = _get_preferred_nbytes(segment)
-            batch_limit_nbytes = max(batch_limit_nbytes, preferred_nbytes // BATCH_DIVISOR)
-    if batch:
-        yield batch
+            batch.limit_nbytes = max(batch.limit_nbytes, preferred_nbytes // BATCH_DIVISOR)
+    if batch.segments:
+        yield batch.segments
 
 
 def _is_large(segment: Segment) -> bool:
     """Return whether a segment is written by itself and not in a batch with its neighbors."""
+    # Literals and late segments are never cut, whatever their size. A batch can have any length.
     if segment.nbytes <= GATHER_NBYTES or isinstance(segment, Literal | Late):
         return False
     if isinstance(segment, Data):
+        # A store such as a GPU is read in large pieces, so that more of its data counts as small.
+        # For a store without a preference, the right side is 0.
         return segment.nbytes > _get_preferred_nbytes(segment) // SMALL_DIVISOR
     return True
 
 
 def _get_preferred_nbytes(segment: Data) -> int:
-    """Return the size of the reads that the store of a tensor prefers.
-
-    This is 0 for a store without a preference, and also for a remote store, whose `block_nbytes` is
-    the size of its largest request.
-    """
+    """Return the size of the reads that the store of a tensor prefers, 0 for no preference."""
     profile = segment.tensor.source.store.read_profile
-    return 0 if profile.request_count else profile.block_nbytes
+    # Only remote stores have a request count. Their `block_nbytes` is the size of the largest
+    # request and not a preference.
+    if profile.request_count:
+        return 0
+    return profile.block_nbytes
 
 
-def cut_segment(segment: Data | Memory, block_nbytes: int) -> Iterator[tuple[int, BorrowBytes]]:
-    """Cut a segment into blocks of about this size.
+def cut_segment(segment: Data | Memory, block_nbytes: int) -> Iterator[tuple[int, OpenBlock]]:
+    """Cut a segment into blocks, so that several threads can write it.
+
+    Args:
+        segment: The segment.
+        block_nbytes: The most bytes of a block, unless the store of the data prefers larger reads.
 
     Yields:
-        The offset of a block in the segment, and a function that reads the block.
+        The offset of a block in the segment, and a function that reads the block and returns a
+        context with its bytes.
     """
     if isinstance(segment, Memory):
         for start in range(0, segment.nbytes, block_nbytes):
@@ -599,16 +714,21 @@ def cut_segment(segment: Data | Memory, block_nbytes: int) -> Iterator[tuple[int
 
 
 def _lend_memory(content: memoryview) -> AbstractContextManager[memoryview]:
-    """Return memory for use in a `with`, at whose end nothing happens."""
+    """Return a context with bytes that are in memory already, so that nothing is read or freed."""
     return nullcontext(content)
 
 
 def _assemble_pieces(segments: Sequence[Segment], sums: FileSums) -> list[BytesLike | None]:
     """Return the bytes of small segments, and add their checksums to those of the file.
 
+    Args:
+        segments: The segments, in the order of the file.
+        sums: The checksums of the file. They receive those of the segments.
+
     Returns:
-        A piece for each segment; None for a `Late` segment whose checksums are not known yet.
+        The bytes of each segment; None for a `Late` segment whose checksums are not known yet.
     """
+    # All tensors that can be read together are read first. The loop reads the others.
     data_segments = [segment for segment in segments if isinstance(segment, Data)]
     tensor_bytes = read_small_tensors(data_segments) if data_segments else {}
     pieces: list[BytesLike | None] = []
@@ -619,6 +739,7 @@ def _assemble_pieces(segments: Sequence[Segment], sums: FileSums) -> list[BytesL
             case Hole():
                 pieces.append(bytes(segment.nbytes))
             case Late():
+                # If it needs the checksums of all data, `needs` is None, which is never a label.
                 if segment.needs in sums.crcs:
                     pieces.append(check_length(segment.make(sums.crcs), segment.nbytes))
                 else:
@@ -646,6 +767,7 @@ def read_small_tensors(segments: Iterable[Data]) -> dict[str, memoryview]:
         The bytes by label. Tensors in memory are left out because nothing has to be read. Tensors
         of a store that is read sequentially are left out because they cannot be read together.
     """
+    # The requests by label.
     requests: dict[str, Request] = {}
     for segment in segments:
         tensor = segment.tensor
@@ -661,6 +783,7 @@ def read_small_tensors(segments: Iterable[Data]) -> dict[str, memoryview]:
     for label, request in requests.items():
         dtype = request.tensor.dtype
         if dtype.packed:
+            # Sources return one byte for each element, but a file has several elements in a byte.
             contents[label] = memoryview(pack_elements(request.out, dtype))
         else:
             contents[label] = byte_row(request.out).data
@@ -668,7 +791,7 @@ def read_small_tensors(segments: Iterable[Data]) -> dict[str, memoryview]:
 
 
 def read_small_tensor(segment: Data) -> memoryview | bytearray:
-    """Read the bytes of one tensor, without a copy if they are in memory."""
+    """Return the bytes of one tensor in C order, without a copy if they are in memory."""
     memory = find_bytes_in_memory(segment.tensor)
     if memory is not None:
         return memory
@@ -681,7 +804,8 @@ def read_small_tensor(segment: Data) -> memoryview | bytearray:
 def find_expected_crc(segment: Data) -> int | None:
     """Return the CRC-32 that the source records of this data, None if it records none."""
     tensor = segment.tensor
-    # Nothing is recorded of tensors in memory. Most saved tensors are, so this is checked first.
+    # Most saved tensors are in memory, where nothing records checksums. This test is faster than
+    # the general search below.
     if not segment.nbytes or all(chunk.storage.crc32 is None for chunk in tensor.chunks):
         return None
     return find_recorded_crc(tensor)
@@ -689,6 +813,8 @@ def find_expected_crc(segment: Data) -> int | None:
 
 def check_source(plan: FilePlan, crcs: Mapping[str, int]) -> None:
     """Compare the data that was read with the checksums that its source records.
+
+    This finds a source file that was damaged, or that changed while it was copied.
 
     Args:
         plan: The file that was written.
@@ -703,6 +829,8 @@ def check_source(plan: FilePlan, crcs: Mapping[str, int]) -> None:
         expected_crc = find_expected_crc(segment)
         if expected_crc is None or expected_crc == crcs[segment.label]:
             continue
+        # If the tensor has several chunks, it is not known which one differs. The error names the
+        # first.
         storage = segment.tensor.chunks[0].storage
         raise Corrupted(
             "the source does not have the checksum that it records: it changed after it was "
@@ -742,9 +870,11 @@ def check_written(
         NotCommitted: The file has other bytes.
     """
     is_covered = _cover_file(blocks, plan)
-    wrong_block = _find_wrong_block(descriptor, blocks, threads) if is_covered else None
-    if is_covered and wrong_block is None:
-        return
+    wrong_block = None
+    if is_covered:
+        wrong_block = _find_wrong_block(descriptor, blocks, threads)
+        if wrong_block is None:
+            return
 
     for label, found_crc in read_file_crcs(plan, descriptor, threads=threads).items():
         expected_crc = crcs[label]
@@ -762,6 +892,13 @@ def check_range(
 ) -> None:
     """Read back the blocks that `write_range` wrote to a file, and compare their checksums.
 
+    Args:
+        plan: The file.
+        descriptor: The file, open for reading.
+        sums: The checksums of the blocks, from `write_range`.
+        path: The path of the file, for errors.
+        threads: The number of threads.
+
     Raises:
         NotCommitted: A block has other bytes. The error names the segment where the block starts.
     """
@@ -769,12 +906,16 @@ def check_range(
     if wrong_block is not None:
         offset = wrong_block.offset
         segment_index = int(np.searchsorted(plan.offsets(), offset, side="right")) - 1
+        # Only data of tensors has a label. The block may start in a header instead.
         label = getattr(plan.segments[segment_index], "label", None)
         raise NotCommitted(CHANGED_BYTES, file=path, tensor=label, offset=offset)
 
 
 def _cover_file(blocks: Sequence[WrittenBlock], plan: FilePlan) -> bool:
-    """Return whether blocks and holes together are all bytes of a file."""
+    """Return whether every byte of a file is in one of these blocks or in a hole.
+
+    Holes have no checksum, because nothing is written there.
+    """
     ranges = [(block.offset, block.offset + block.nbytes) for block in blocks]
     for segment, offset in zip(plan.segments, plan.offsets(), strict=True):
         if isinstance(segment, Hole):
@@ -783,6 +924,7 @@ def _cover_file(blocks: Sequence[WrittenBlock], plan: FilePlan) -> bool:
     covered_stop = 0
     for start, stop in sorted(ranges):
         if start > covered_stop:
+            # The bytes between the two positions are in no range.
             return False
         covered_stop = max(covered_stop, stop)
     return covered_stop == plan.nbytes
@@ -791,12 +933,17 @@ def _cover_file(blocks: Sequence[WrittenBlock], plan: FilePlan) -> bool:
 def _find_wrong_block(
     descriptor: int, blocks: Sequence[WrittenBlock], threads: int | None
 ) -> WrittenBlock | None:
-    """Return the first of these blocks that a file does not have, or None if it has all of them."""
+    """Read blocks of a file back, and return the first one that differs from what was written.
+
+    Returns:
+        The block with the lowest offset whose bytes have another checksum or cannot be read; None
+        if all blocks are as they were written.
+    """
     scratch = Scratch()
     wrong_blocks: list[WrittenBlock] = []
 
     def check(block: WrittenBlock) -> None:
-        """Read one block, and note it if its bytes have another checksum."""
+        """Read one block, and add it to `wrong_blocks` if it differs or cannot be read."""
         content = scratch.reserve(block.nbytes)
         try:
             read_at(descriptor, block.offset, content)
@@ -823,6 +970,7 @@ def read_file_crcs(
     Returns:
         The checksums by label.
     """
+    # The functions that read ranges need a store, so the open file becomes one.
     store = Virtual("<written>")
     key = store.put(VirtualFile(plan.nbytes, partial(read_at, descriptor)))
     return read_stored_crcs(plan, store, key, threads=threads)
@@ -851,6 +999,8 @@ def read_stored_crcs(
             starts.append(offset)
             range_nbytes.append(segment.nbytes)
         elif isinstance(segment, Gathered) and segment.item_nbytes is not None:
+            # The items follow each other without gaps. Where there are other bytes between them,
+            # `item_nbytes` is None, and their checksums are not part of the result.
             item_offsets = [*accumulate(segment.item_nbytes, initial=offset)]
             labels += segment.labels
             starts += item_offsets[:-1]
@@ -862,9 +1012,12 @@ def read_stored_crcs(
         np.array(starts, np.int64),
         np.array(range_nbytes, np.int64),
     )
+    # The preferred size of a read is 0 for a store without a preference.
     block_nbytes = store.read_profile.block_nbytes or SUMS.block_nbytes
-    sums = RangeSums(store, ranges, block=block_nbytes)
+    sums = RangeSums(store, ranges, block_nbytes=block_nbytes)
+    # A remote store has one thread for each request, because threads mostly wait for it.
     run_all(sums.tasks(), store.read_profile.request_count or threads or DEFAULT_THREADS)
     for index in sorted(sums.errors):
-        sums.crc32(index, name=labels[index])  # raises the error
+        # `crc32` raises the error of this range, with the label of its tensor.
+        sums.crc32(index, name=labels[index])
     return dict(zip(labels, sums.crcs().tolist(), strict=True))

@@ -66,7 +66,7 @@ def _write_and_check(
         crcs=context.crcs,
         threads=context.threads,
         progress=context.progress,
-        block=context.block_nbytes,
+        block_nbytes=context.block_nbytes,
     )
     context.crcs.update(receipt.crcs)
     check_source(file, context.crcs)
@@ -97,7 +97,7 @@ def _write_and_check_range(
         byte_range,
         threads=context.threads,
         progress=context.progress,
-        block=context.block_nbytes,
+        block_nbytes=context.block_nbytes,
     )
     if context.read_back:
         check_range(file, new_file.descriptor, sums, path=path, threads=context.threads)

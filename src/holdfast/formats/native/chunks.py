@@ -13,7 +13,7 @@ from holdfast.core.content_hash import HEAD_NBYTES, HashAndHead, hash_bytes
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.table import Table
 from holdfast.core.value import Value
-from holdfast.engine.saves import HASH_KEY, HEAD_KEY, Hashing
+from holdfast.engine.saves import HASH_SUFFIX, HEAD_SUFFIX, Hashing
 from holdfast.formats.native.schema import Runs, StoredTensor
 from holdfast.formats.safetensors.record import CRC_DIGITS
 from holdfast.formats.safetensors.schema import ADDRESSABLE
@@ -26,9 +26,9 @@ def hash_in(
     if how is None or not nbytes:
         return None if how is None else hash_bytes(b"")
     if how == "head":
-        return HashAndHead(None, sums[label + HEAD_KEY])
+        return HashAndHead(None, sums[label + HEAD_SUFFIX])
     return HashAndHead(
-        sums[label + HASH_KEY], sums[label + HEAD_KEY] if nbytes > HEAD_NBYTES else None
+        sums[label + HASH_SUFFIX], sums[label + HEAD_SUFFIX] if nbytes > HEAD_NBYTES else None
     )
 
 
@@ -43,7 +43,7 @@ def hash_tails(
     names, kind = table.names, table.kind_indices
     short = [0 < one.nbytes <= HEAD_NBYTES for one in table.kinds]
     return [
-        f',"hash":"{crcs[label + HASH_KEY]:032x}"'
+        f',"hash":"{crcs[label + HASH_SUFFIX]:032x}"'
         if short[kind[row]] and names[row] in hashing
         else hash_text(
             *hash_digits(hash_in(crcs, label, table.row_kind(row).nbytes, hashing.get(names[row])))

@@ -101,7 +101,9 @@ class OpenBase(Value, frozen=True):
                     hashed,
                     row,
                 )
-        found, changed = find_unchanged(pieces, recorded, threads=self.threads, block=self.block)
+        found, changed = find_unchanged(
+            pieces, recorded, threads=self.threads, block_nbytes=self.block
+        )
         same |= {*of.values()} - {of[key] for key in pieces if key not in found}
         reuse = base.reuse({row: chunks for row, chunks in there.items() if row in same}, files)
         return replace(reuse, changed=frozenset(of[key] for key in changed))
