@@ -156,6 +156,8 @@ def _object(value: Opaque, spent: Spent) -> Iterator[Edge]:
 
 def token(value: object, spent: Spent) -> Hashable:
     """Return a short value that is equal for two values if and only if they are the same."""
+    if id(value) in spent.long_tokens:
+        return spent.long_tokens[id(value)]
     leaf = leaf_token(value, spent)
     if leaf is None:
         return "#", _digest(value, spent)
@@ -163,11 +165,18 @@ def token(value: object, spent: Spent) -> Hashable:
     if len(content) <= SHORT_NBYTES:
         return leaf
     # Very many dicts may share one long key, such as an array, and each of them has a token of it.
-    return f"#{kind}", hashlib.blake2b(content).digest()
+    long_token = f"#{kind}", hashlib.blake2b(content).digest()
+    if len(content) > LONG_NBYTES:
+        spent.alive.append(value)
+        spent.long_tokens[id(value)] = long_token
+    return long_token
 
 
 SHORT_NBYTES = 64
 """The most bytes of a value that stand in its token as they are."""
+
+LONG_NBYTES = 4096
+"""A value with more bytes is hashed once, however many containers share it."""
 
 
 def leaf_token(value: object, spent: Spent) -> tuple[str, bytes] | None:
@@ -263,6 +272,8 @@ class Spent(Struct):
     steps: int = STEPS
     entered: set[int] = field(default_factory=set)
     digests: dict[int, bytes] = field(default_factory=dict)
+    long_tokens: dict[int, Hashable] = field(default_factory=dict)
+    """The tokens of values with more than `LONG_NBYTES`, by identity."""
     alive: list[object] = field(default_factory=list)
     """Values whose identity is remembered, so that no other can take it."""
 
@@ -310,11 +321,14 @@ def _digest(value: object, spent: Spent) -> bytes:
                 expected=STEPS,
             )
         frame.prefix, inside = found
-        leaf = leaf_token(inside, spent)
-        if leaf is not None:
-            frame.parts.append(frame.prefix + _hashed(b"leaf", [leaf[0].encode(), leaf[1]]))
-        elif id(inside) in spent.digests:
+        if id(inside) in spent.digests:
             frame.parts.append(frame.prefix + spent.digests[id(inside)])
+        elif (leaf := leaf_token(inside, spent)) is not None:
+            digest = _hashed(b"leaf", [leaf[0].encode(), leaf[1]])
+            if len(leaf[1]) > LONG_NBYTES:
+                spent.alive.append(inside)
+                spent.digests[id(inside)] = digest
+            frame.parts.append(frame.prefix + digest)
         elif id(inside) in around:
             frame.lowest = min(frame.lowest, around[id(inside)])
             frame.parts.append(
