@@ -119,7 +119,7 @@ def test_a_storage_is_never_without_a_home():
 def test_stores_that_use_the_same_keys_share_nothing():
     original = Made().tensor()
     made = [
-        ComputedTensors().make_tensor(original, original.dtype, lambda array: array)
+        ComputedTensors().make_computed_tensor(original, original.dtype, lambda array: array)
         for _ in range(2)
     ]
     assert made[0].chunks[0].storage.key == made[1].chunks[0].storage.key

@@ -39,7 +39,7 @@ def test_stored_as_one_thing_and_is_another_also_of_a_slice(tmp_path):
     holdfast.save({"w": np.arange(6.0).reshape(2, 3) + 2**-9}, tmp_path / "y.safetensors")
     with holdfast.open(tmp_path / "y.safetensors") as checkpoint:
         bfloat16 = holdfast.DTYPES.name("bfloat16")
-        made = ComputedTensors().make_tensor(
+        made = ComputedTensors().make_computed_tensor(
             checkpoint["w"], bfloat16, lambda elements: cast(elements, bfloat16)
         )
         expected = checkpoint["w"].numpy().astype(ml_dtypes.bfloat16)

@@ -47,7 +47,7 @@ def test_blocks_of_any_size_have_all_bytes_in_c_order(shape, block_nbytes, is_fo
 @given(shapes, st.integers(1, 64))
 def test_a_cast_tensor_has_the_elements_of_astype(shape, block_nbytes):
     array = np.linspace(-3, 3, int(np.prod(shape)), dtype=np.float32).reshape(shape)
-    tensor = ComputedTensors().make_tensor(
+    tensor = ComputedTensors().make_computed_tensor(
         MemoryTensors().wrap_array(array),
         DTYPES.name("bfloat16"),
         lambda elements: elements.astype(ml_dtypes.bfloat16),

@@ -103,7 +103,7 @@ class TestComputed(StoreConformance):
             store = ComputedTensors()
             for key, data in content.items():
                 inverted = bytes(255 - byte for byte in data)
-                tensor = store.make_tensor(
+                tensor = store.make_computed_tensor(
                     make_bytes_tensor(inverted), BYTES, lambda elements: 255 - elements
                 )
                 assert tensor.chunks[0].storage.key == key
@@ -134,7 +134,7 @@ class TestAssembled(StoreConformance):
 
 
 def test_a_computed_file_costs_the_bytes_that_are_read_for_it():
-    tensor = ComputedTensors().make_tensor(
+    tensor = ComputedTensors().make_computed_tensor(
         make_bytes_tensor(bytes(80)),
         DTYPES.name("float64"),
         lambda elements: elements.astype(np.float64),
@@ -152,7 +152,7 @@ def test_the_stamp_of_a_computed_tensor_changes_with_its_file(tmp_path):
     for value in (0, 1, 1):
         holdfast.save({"w": np.full(80 + value, 1, np.float32)}, path)
         with holdfast.open(path) as checkpoint:
-            tensor = ComputedTensors().make_tensor(
+            tensor = ComputedTensors().make_computed_tensor(
                 checkpoint["w"][:80],
                 DTYPES.name("float16"),
                 lambda elements: elements.astype(np.float16),

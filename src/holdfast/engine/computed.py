@@ -124,11 +124,13 @@ class SeenElements:
         if start >= stop:
             return []
         with self._lock:
-            # The ranges that overlap or touch the new one become one range with it.
+            # Both lists are ascending, so binary search finds the ranges that overlap or touch the
+            # new one. They become one range with it.
             first = bisect_left(self._stops, start)
             last = bisect_right(self._starts, stop)
             merged_starts = self._starts[first:last]
             merged_stops = self._stops[first:last]
+            # The gaps between these ranges are the unseen parts of the new one.
             unseen: list[tuple[int, int]] = []
             unseen_start = start
             for seen_start, seen_stop in zip(merged_starts, merged_stops, strict=True):
@@ -143,10 +145,22 @@ class SeenElements:
 
 
 def _find_units(start: int, nbytes: int, unit_nbytes: int) -> tuple[int, int]:
-    """Return which units of a fixed size a range of bytes touches: the first, and the one after the
-    last.
+    """Find the units of a fixed size, such as elements, that a range of bytes touches.
+
+    The range may begin and end inside of a unit.
+
+    Args:
+        start: The first byte of the range.
+        nbytes: The size of the range.
+        unit_nbytes: The size of a unit.
+
+    Returns:
+        The index of the first unit, and the index after the last unit.
     """
-    return start // unit_nbytes, -(-(start + nbytes) // unit_nbytes)
+    first_unit = start // unit_nbytes
+    # The double negation rounds up.
+    stop_unit = -(-(start + nbytes) // unit_nbytes)
+    return first_unit, stop_unit
 
 
 class Computation(Value, frozen=True, eq=False):
@@ -158,16 +172,20 @@ class Computation(Value, frozen=True, eq=False):
     compute: Compute
     observe: Observe | None
     seen: SeenElements
-    """The elements that `observe` has received. It receives each of them once."""
+    """The elements that `observe` has received. It receives each element once."""
 
     def read(self, start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of the storage from `start` on."""
+        """Fill `out` with the bytes of the storage from `start` on.
+
+        The range may begin and end inside of an element. Such elements are computed completely.
+        """
         itemsize = self.dtype.bits // 8
         first, stop = _find_units(start, out.nbytes, itemsize)
         elements = read_flat_elements(self.original, first, stop)
         with computing():
             computed = np.ascontiguousarray(self.compute(elements), self.dtype.numpy)
             if self.observe is not None:
+                # The same elements may be read again, for example once more for a checksum.
                 for unseen_start, unseen_stop in self.seen.add(first, stop):
                     unseen = slice(unseen_start - first, unseen_stop - first)
                     self.observe(elements[unseen], computed[unseen])
@@ -190,6 +208,7 @@ class SourcedStore(Virtual):
         source = None
         if self._source_ref is not None:
             source = self._source_ref()
+        # No tensor exists yet, or all of them are gone, and the source with them.
         if source is None:
             source = OpenSource(self, threads=1)
             self._source_ref = ref(source)
@@ -210,7 +229,7 @@ class ComputedTensors(SourcedStore):
         """Create a store without tensors."""
         super().__init__("<computed>")
 
-    def make_tensor(
+    def make_computed_tensor(
         self,
         original: LazyTensor,
         dtype: DType,
@@ -236,7 +255,9 @@ class ComputedTensors(SourcedStore):
                 f"elements of {dtype} share bytes and cannot be computed one by one",
                 tensor=original.name,
             )
-        computation = Computation(original, dtype, compute, observe, seen or SeenElements())
+        if seen is None:
+            seen = SeenElements()
+        computation = Computation(original, dtype, compute, observe, seen)
         entry = VirtualFile(
             dtype.nbytes(original.size),
             computation.read,
@@ -344,7 +365,7 @@ class ComputedStorages:
     def read_ranges(
         self, storage_indices: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
     ) -> Sequence[BytesLike]:
-        """Not available, as `can_read_ranges` says."""
+        """Raise an error. `can_read_ranges` is false, so no caller reads ranges."""
         raise NotImplementedError
 
     def _read_originals(self, storage_indices: Sequence[int]) -> list[BytesLike]:
@@ -362,7 +383,7 @@ class ComputedStorages:
         try:
             stored_contents = self._origin.read(stored_indices)
         except StorageMoved as moved:
-            # The error counts only the storages that are not computed.
+            # The index in the error counts only the storages that are not computed.
             raise StorageMoved(stored_positions[moved.request_index]) from None
         for position, content in zip(stored_positions, stored_contents, strict=True):
             contents[position] = content
@@ -388,34 +409,39 @@ class ComputedStorages:
 
         Args:
             computation: The computation of these storages.
-            storage_indices: The storages.
+            storage_indices: The storages of one batch.
             elements: The original elements of all these storages, one storage behind the other.
             computed: The computed elements.
         """
+        # Storages without elements have nothing to observe.
         counts = self.nbytes[storage_indices] // computation.dtype.numpy.itemsize
         storage_indices = storage_indices[counts > 0]
         counts = counts[counts > 0]
-        starts = np.cumsum(counts) - counts
+
+        # Two threads may read the same storage. Only the first of them finds it unobserved.
         with self._lock:
             was_observed = self._is_observed[storage_indices]
+            # A storage with a lazy tensor may have been read block by block, in part or completely.
             has_tensor = np.isin(storage_indices, list(self._tensors))
             self._is_observed[storage_indices] = True
 
-        is_new = ~(was_observed | has_tensor)
-        if is_new.all():
-            computation.observe(self._list_names(storage_indices), starts, elements, computed)
-        elif is_new.any():
+        # New storages are observed all together.
+        is_new = ~was_observed & ~has_tensor
+        if is_new.any():
             new_counts = counts[is_new]
             new_starts = np.cumsum(new_counts) - new_counts
-            is_new_element = np.repeat(is_new, counts)
-            computation.observe(
-                self._list_names(storage_indices[is_new]),
-                new_starts,
-                elements[is_new_element],
-                computed[is_new_element],
-            )
+            new_elements = elements
+            new_computed = computed
+            # Nearly always, all storages are new. Then the elements are not copied.
+            if not is_new.all():
+                is_new_element = np.repeat(is_new, counts)
+                new_elements = elements[is_new_element]
+                new_computed = computed[is_new_element]
+            names = self._list_names(storage_indices[is_new])
+            computation.observe(names, new_starts, new_elements, new_computed)
 
-        # A storage that was read by its lazy tensor may have been observed in part.
+        # Storages with a lazy tensor are observed one by one, without the elements that were seen.
+        starts = np.cumsum(counts) - counts
         for position in np.flatnonzero(has_tensor & ~was_observed).tolist():
             storage_index = storage_indices.item(position)
             start = starts.item(position)
@@ -442,7 +468,7 @@ class ComputedStorages:
         """Return the name of the original of each computed storage."""
         return [self._originals[index - self._first_computed].name for index in storage_indices]
 
-    def _make_tensor(self, storage_index: int) -> LazyTensor:
+    def _get_tensor(self, storage_index: int) -> LazyTensor:
         """Return a computed storage as a lazy tensor, which is computed a block at a time.
 
         The same storage has the same tensor, so that its elements are observed only once.
@@ -451,7 +477,8 @@ class ComputedStorages:
             if storage_index not in self._tensors:
                 computation = self._computations[self._computation_indices[storage_index]]
                 original = self._originals[storage_index - self._first_computed]
-                # `observe` must not refer to `self`, which refers to the tensor.
+                # `observe` must not refer to `self`, which refers to the tensor. Such a cycle would
+                # keep all memory until the garbage collector runs.
                 is_observed = self._is_observed
 
                 def observe(elements: np.ndarray, computed: np.ndarray) -> None:
@@ -460,7 +487,7 @@ class ComputedStorages:
                         computation.observe([original.name], first, elements, computed)
 
                 seen = SeenElements()
-                tensor = self._store.make_tensor(
+                tensor = self._store.make_computed_tensor(
                     original, computation.dtype, computation.compute, observe=observe, seen=seen
                 )
                 self._tensors[storage_index] = (tensor, seen)
@@ -472,13 +499,13 @@ class ComputedStorages:
             return self._origin.segment(storage_index, label)
         if not self.nbytes[storage_index]:
             return b""
-        return Data(self._make_tensor(storage_index), label)
+        return Data(self._get_tensor(storage_index), label)
 
     def lazy_tensor(self, storage_index: int, kind: RowKind, name: str, offset: int) -> LazyTensor:
-        """Make a lazy tensor over a storage. The first element lies at bit `offset` of it."""
+        """Return a lazy tensor over a storage, with its first element at the bit `offset` of it."""
         if storage_index < self._first_computed:
             return self._origin.lazy_tensor(storage_index, kind, name, offset)
-        tensor = self._make_tensor(storage_index)
+        tensor = self._get_tensor(storage_index)
         chunk = Chunk(Box.whole(kind.shape), tensor.chunks[0].storage, offset, kind.strides)
         return LazyTensor(name, kind.dtype, kind.shape, (chunk,), tensor.source, kind.traits)
 
@@ -585,6 +612,8 @@ def decode_quantized_table(table: Table) -> Table:
         return table
     store = DequantizedTensors()
     entries: dict[int, dict[str, LazyTensor]] = {}
+    # Some tensors stay as they are: tensors of the meta device have no elements to copy, and
+    # `copy_tensor` needs elements of whole bytes.
     for row, name in enumerate(table.names):
         kind = table.row_kind(row)
         if kind.traits.blocks is not None:
@@ -639,7 +668,8 @@ def _decode_range(tensor: LazyTensor, block_type: BlockType, start: int, out: me
         with np.errstate(all="ignore"):
             elements = block_type.decode(blocks[index : index + blocks_per_step])
         decoded = byte_row(elements.astype("<f4", copy=False)).data
-        # Where these blocks begin in `out`. Only the first and the last ones may reach beyond it.
+        # The position of these blocks in `out`. Only the first block may begin before `out`, and
+        # only the last block may end behind it.
         offset = (first + index) * decoded_nbytes - start
         copy_start = max(offset, 0)
         copy_stop = min(offset + decoded.nbytes, out.nbytes)
@@ -650,7 +680,7 @@ def _find_block_type(tensor: LazyTensor) -> BlockType:
     """Return the type of the blocks of a tensor.
 
     Raises:
-        Unsupported: They cannot be decoded.
+        Unsupported: The blocks of this type cannot be decoded, or they are big-endian.
     """
     block_name = tensor.traits.blocks or ""
     block_type = BLOCK_TYPES.get(block_name)
@@ -666,7 +696,10 @@ def _find_block_type(tensor: LazyTensor) -> BlockType:
 
 def _build_undecoded_error(block_name: str, tensor: LazyTensor) -> Unsupported:
     """Return the error for blocks that cannot be decoded."""
-    decodable_names = [name for name, row in BLOCK_TYPES.items() if row.decode is not None]
+    decodable_names: list[str] = []
+    for name, block_type in BLOCK_TYPES.items():
+        if block_type.decode is not None:
+            decodable_names.append(name)
     return Unsupported(
         f"cannot decode {block_name} blocks, only {', '.join(decodable_names)}; read the blocks as "
         "they are",

@@ -89,9 +89,9 @@ def tabulate(names: Sequence[str], tensors: Sequence[LazyTensor]) -> Table:
     )
     for row in builder.add_file_rows(tensors):
         builder.add_row(row, tensors[row])
-    if len(builder.first_index) == 1 and not builder.single_storages:
+    if len(builder.first_storage_indices) == 1 and not builder.single_storages:
         # All tensors are rows of one open checkpoint, as they usually are.
-        (storages,) = builder.first_index
+        (storages,) = builder.first_storage_indices
     else:
         storages = builder.join_storages()
     return Table(
@@ -118,9 +118,9 @@ class _TableBuilder(Struct):
     kinds: list[RowKind] = field(default_factory=list)
     irregular: dict[int, LazyTensor] = field(default_factory=dict)
     offsets: dict[int, int] = field(default_factory=dict)
-    index_of_kind: dict[object, int] = field(default_factory=dict)
-    """The indices of `kinds`, by what tells two kinds apart."""
-    first_index: dict[FileStorages, int] = field(default_factory=dict)
+    kind_index_by_key: dict[object, int] = field(default_factory=dict)
+    """The indices of `kinds`. A key has everything that the kind of a tensor depends on."""
+    first_storage_indices: dict[FileStorages, int] = field(default_factory=dict)
     """The storages that are taken over, each with the index of its first storage."""
     column_count: int = 0
     """How many storages are taken over."""
@@ -128,44 +128,60 @@ class _TableBuilder(Struct):
     """The other storages: the index, the storage, and the first tensor over it."""
 
     def add_file_rows(self, tensors: Sequence[LazyTensor]) -> list[int]:
-        """Add the tensors that are rows of an open checkpoint, and return the rows of the others.
+        """Add the tensors that are rows of an open checkpoint.
 
-        There can be a million tensors, so this loop calls no function for most of them.
+        This fills the entries of these tensors in `storage_indices`, `offsets` and `kind_indices`,
+        and adds their storages and kinds. There can be a million tensors, so everything is done in
+        one loop, which calls no function for most of them.
+
+        Args:
+            tensors: All tensors of the new table. The caller keeps them alive.
+
+        Returns:
+            The indices of the tensors that were not added.
         """
-        other_rows: list[int] = []
+        remaining_indices: list[int] = []
         storages: FileStorages | None = None
-        first_index = 0
-        for row, tensor in enumerate(tensors):
+        first_storage_index = 0
+        for index, tensor in enumerate(tensors):
             position = tensor.position
+            # A tensor without bytes gets a storage of its own, so `add_row` adds it.
             if type(position) is not FileRow or not position.kind.storage_nbytes:
-                other_rows.append(row)
+                remaining_indices.append(index)
                 continue
 
+            # Neighboring tensors usually come from the same checkpoint, so the index of its first
+            # storage is looked up only when the checkpoint changes.
             if position.storages is not storages:
                 storages = position.storages
-                if storages not in self.first_index:
-                    self.first_index[storages] = self.column_count
+                if storages not in self.first_storage_indices:
+                    self.first_storage_indices[storages] = self.column_count
                     self.column_count += len(storages.starts)
-                first_index = self.first_index[storages]
-            self.storage_indices[row] = first_index + position.storage_index
+                first_storage_index = self.first_storage_indices[storages]
+            self.storage_indices[index] = first_storage_index + position.storage_index
             if position.offset:
-                self.offsets[row] = position.offset
+                self.offsets[index] = position.offset
 
+            # A tensor usually has the traits of its kind. If they were replaced, a kind is made
+            # that has the new ones. Traits are compared by identity, which is faster: the tensors
+            # keep them alive, so no two of them have the same id.
             kind = position.kind
             traits = tensor.traits
-            kind_key: object = kind if kind.traits is traits else (kind, id(traits))
-            if kind_key not in self.index_of_kind:
+            kind_key: object = kind
+            if kind.traits is not traits:
+                kind_key = (kind, id(traits))
+            if kind_key not in self.kind_index_by_key:
                 if kind.traits is not traits:
                     kind = kind.with_traits(traits)
-                self.index_of_kind[kind_key] = len(self.kinds)
+                self.kind_index_by_key[kind_key] = len(self.kinds)
                 self.kinds.append(kind)
-            self.kind_indices[row] = self.index_of_kind[kind_key]
-        return other_rows
+            self.kind_indices[index] = self.kind_index_by_key[kind_key]
+        return remaining_indices
 
     def add_row(self, row: int, tensor: LazyTensor) -> None:
         """Add any tensor, as a row over one range of a file if it is one, else as irregular row."""
-        # Dtypes and traits are compared by identity, which is faster. Nearly all are the same
-        # object.
+        # Dtypes and traits are compared by identity, which is faster. The tensors keep them alive,
+        # so no two of them have the same id. Equal ones are nearly always the same object.
         kind_key: object = (id(tensor.dtype), tensor.shape, id(tensor.traits))
         position = _locate_in_file(tensor)
         if position is None:
@@ -188,18 +204,18 @@ class _TableBuilder(Struct):
             if position.offset:
                 self.offsets[row] = position.offset
 
-        if kind_key not in self.index_of_kind:
+        if kind_key not in self.kind_index_by_key:
             if position is None:
                 kind = RowKind(tensor.dtype, tensor.shape, tensor.traits, tensor.nbytes)
             else:
                 kind = RowKind.from_tensor(tensor)
-            self.index_of_kind[kind_key] = len(self.kinds)
+            self.kind_index_by_key[kind_key] = len(self.kinds)
             self.kinds.append(kind)
-        self.kind_indices[row] = self.index_of_kind[kind_key]
+        self.kind_indices[row] = self.kind_index_by_key[kind_key]
 
     def join_storages(self) -> FileStorages:
         """Return the storages of all rows, after all of them have been added."""
-        members = [*self.first_index]
+        members = [*self.first_storage_indices]
         if self.single_storages:
             singles = [(storage, tensor) for _, storage, tensor in self.single_storages.values()]
             members.append(_collect_storages(singles))

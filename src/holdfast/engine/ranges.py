@@ -89,6 +89,8 @@ def read_ranges(
         Corrupted: A range does not have its recorded checksum.
         HoldfastError: A range cannot be read. The error names the tensor.
     """
+    # Planning joined reads does not pay for few ranges of a local file, and a single range has no
+    # neighbor. A request to a remote store takes milliseconds, so even few ranges are joined there.
     profile = store.read_profile
     is_local = not (profile.request_count or profile.is_sequential)
     is_few = len(reads.starts) == 1 or (is_local and len(reads.starts) <= FEW_RANGES)
@@ -126,6 +128,7 @@ def _read_in_parallel(store: Store, reads: RangeReads, *, threads: int, policy: 
         # Each request to a remote store is a task of its own, so that none waits for another.
         task_nbytes = 1
     elif total_nbytes < INLINE_NBYTES:
+        # Starting threads would take longer than reading.
         threads = 1
     tasks: list[Callable[[], None]] = []
     for reader in file_readers:
@@ -142,9 +145,14 @@ def _read_one_by_one(store: Store, reads: RangeReads) -> None:
 
     If a checksum is recorded, it is compared at once.
     """
-    columns = (reads.files, reads.starts, reads.nbytes, reads.addresses, reads.crcs)
-    lists = [column.tolist() if isinstance(column, np.ndarray) else column for column in columns]
-    rows = zip(*lists, strict=True)
+    columns: list[Sequence[int]] = []
+    for column in (reads.files, reads.starts, reads.nbytes, reads.addresses, reads.crcs):
+        # The loop below is faster with integers of Python than with those of numpy.
+        if isinstance(column, np.ndarray):
+            columns.append(column.tolist())
+        else:
+            columns.append(column)
+    rows = zip(*columns, strict=True)
     for range_index, (file, start, nbytes, address, recorded_crc) in enumerate(rows):
         if not nbytes:
             continue
@@ -152,7 +160,8 @@ def _read_one_by_one(store: Store, reads: RangeReads) -> None:
         try:
             store.read(reads.keys[file], start, out)
         except HoldfastError as error:
-            # Add the tensor to the error.
+            # Add the name of the tensor to the error. Entering the context before every read would
+            # slow down short reads.
             with error_context(tensor=reads.find_tensor_name(range_index)):
                 raise error
         if recorded_crc != NO_CRC:
@@ -194,6 +203,7 @@ def read_to_scratch(
 
 
 def _reject_unrecorded_crc(range_index: int, crc: int) -> Corrupted:
+    """Stand in for `RangeReads.describe_damage` where no checksums are compared."""
     raise AssertionError("a checksum was compared, but none is recorded")
 
 
@@ -207,13 +217,15 @@ def split_into_tasks(reads: JoinedReads, task_nbytes: int) -> Iterator[tuple[int
     """
     cumulative_nbytes = (reads.stops - reads.starts).cumsum()
     first_read = 0
-    done_nbytes = 0
+    previous_nbytes = 0
     while first_read < len(cumulative_nbytes):
-        stop_read = int(cumulative_nbytes.searchsorted(done_nbytes + task_nbytes, side="right"))
+        # As many reads as have at most `task_nbytes`, but at least one read.
+        max_nbytes = previous_nbytes + task_nbytes
+        stop_read = int(cumulative_nbytes.searchsorted(max_nbytes, side="right"))
         stop_read = min(max(stop_read, first_read + 1), first_read + MAX_TASK_READS)
         yield first_read, stop_read
         first_read = stop_read
-        done_nbytes = int(cumulative_nbytes[stop_read - 1])
+        previous_nbytes = int(cumulative_nbytes[stop_read - 1])
 
 
 def read_joined(store: Store, reads: JoinedReads, read_index: int, scratch: Scratch) -> memoryview:
@@ -269,6 +281,7 @@ class _FileReader:
         self._scratch = scratch
         self.joined_reads = joined_reads
 
+        # The remaining columns have an entry for each piece of this file.
         pieces = joined_reads.pieces
         range_indices = pieces.range_indices
         offsets = pieces.starts - ranges.starts[range_indices]
@@ -276,6 +289,7 @@ class _FileReader:
         self._has_crc: Bools = crcs[range_indices] != NO_CRC
         self._is_whole_range: Bools = pieces.stops - pieces.starts == ranges.nbytes[range_indices]
         self._crcs_of_cut_ranges: dict[int, BlockCrcs] = {}
+        """The checksums of the pieces that were read so far, by the index of their range."""
 
     def run(self, first_read: int, stop_read: int, block_nbytes: int) -> None:
         """Do some of the joined reads, one after the other.
@@ -334,6 +348,7 @@ class _FileReader:
         if self._has_crc[piece_indices].any():
             self._check_pieces(pieces, piece_indices, read_start, data)
 
+        # The destinations are known by their addresses, so the bytes are copied by address.
         data_address = np.frombuffer(data, np.uint8).ctypes.data
         copies = zip(
             self._piece_addresses[piece_indices].tolist(),
@@ -363,25 +378,28 @@ class _FileReader:
         """
         has_crc = self._has_crc[piece_indices]
         is_whole_range = self._is_whole_range[piece_indices]
-        offsets = pieces.starts - read_start
-        stop_offsets = pieces.stops - read_start
+        # The position of each piece in `data`.
+        data_starts = pieces.starts - read_start
+        data_stops = pieces.stops - read_start
 
-        # One call compares all whole ranges, since a call for each takes longer. If one of them is
-        # damaged, they are compared again one by one, to find out which.
+        # One call compares all pieces that are whole ranges. A call for each would take longer.
         whole_pieces = np.flatnonzero(has_crc & is_whole_range)
-        is_intact = has_crcs(
+        are_whole_pieces_intact = has_crcs(
             data,
-            offsets[whole_pieces].tolist(),
-            stop_offsets[whole_pieces].tolist(),
+            data_starts[whole_pieces].tolist(),
+            data_stops[whole_pieces].tolist(),
             self._range_crcs[pieces.range_indices[whole_pieces]].tolist(),
         )
-        remaining = has_crc
-        if is_intact:
-            remaining = has_crc & ~is_whole_range
-        for piece_index in np.flatnonzero(remaining).tolist():
-            piece = data[offsets.item(piece_index) : stop_offsets.item(piece_index)]
+
+        # The pieces of cut ranges are added one by one. If a whole range is damaged, the whole
+        # ranges are compared again one by one as well, because the error must name the damaged one.
+        needs_check = has_crc
+        if are_whole_pieces_intact:
+            needs_check = has_crc & ~is_whole_range
+        for piece_index in np.flatnonzero(needs_check).tolist():
+            piece_data = data[data_starts.item(piece_index) : data_stops.item(piece_index)]
             range_index = pieces.range_indices.item(piece_index)
-            self._add_to_crc(range_index, pieces.starts.item(piece_index), piece)
+            self._add_to_crc(range_index, pieces.starts.item(piece_index), piece_data)
 
     def _find_first_range(self, read_index: int) -> int:
         """Return the index of the first range that a joined read covers."""
@@ -391,8 +409,13 @@ class _FileReader:
     def _find_failed_tensor(self, read_index: int, tensor_in_error: str | None) -> str:
         """Return the tensor to name in the error of a joined read that failed.
 
-        If the error names no tensor yet, the pieces are read again one by one. The first of them
-        that fails raises an error that names its tensor.
+        A joined read may have pieces of many tensors. If the error names no tensor yet, the pieces
+        are read again one by one. The first of them that fails raises an error that names its
+        tensor. If none of them fails this time, the first tensor is returned.
+
+        Args:
+            read_index: The index of the joined read.
+            tensor_in_error: The tensor that the error names already, or None.
         """
         pieces = self.joined_reads.select_pieces(read_index)
         if tensor_in_error is None and len(pieces.starts) > 1:
@@ -403,7 +426,7 @@ class _FileReader:
         return self._reads.find_tensor_name(self._find_first_range(read_index))
 
     def _add_to_crc(self, range_index: int, start: int, data: memoryview) -> None:
-        """Compare the checksum of a range, or remember the one of a part of it.
+        """Compare the checksum of a range, or remember the checksum of a part of the range.
 
         Args:
             range_index: The range.

@@ -15,7 +15,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from holdfast.core.arrays import Ints
+from holdfast.core.arrays import Bools, Ints
 from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32_each
 from holdfast.core.leaves import NO_LEAVES
@@ -105,9 +105,13 @@ class StateStorages:
         """Read whole storages, all together."""
         if len(self._members) == 1:
             return self._members[0].read(storage_indices)
-        return self._read_by_member(
-            storage_indices, lambda member, member_indices, positions: member.read(member_indices)
-        )
+
+        def read_member(
+            member: MemoryBytes, member_indices: Sequence[int], positions: Sequence[int]
+        ) -> Sequence[BytesLike]:
+            return member.read(member_indices)
+
+        return self._read_by_member(storage_indices, read_member)
 
     def read_ranges(
         self, storage_indices: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
@@ -126,10 +130,18 @@ class StateStorages:
     def _read_by_member(
         self, storage_indices: Sequence[int], read_member: ReadMember
     ) -> Sequence[BytesLike]:
-        """Read from each member the storages that it has. Return them in the requested order."""
+        """Read storages of several members, and return them in the requested order.
+
+        Args:
+            storage_indices: The storages, by their indices among those of all members.
+            read_member: Reads the requested storages of one member. It is called once for each
+                member that has some of them.
+        """
         if len(self._members) == 1:
             return read_member(self._members[0], storage_indices, range(len(storage_indices)))
         requested = np.array(storage_indices, np.int64)
+        # Members without storages have the same first index as the next member. The search from the
+        # right passes over them.
         member_numbers = np.searchsorted(self._first_indices, requested, side="right") - 1
         contents: list[BytesLike] = [b""] * len(storage_indices)
         for member_number in np.unique(member_numbers).tolist():
@@ -153,7 +165,7 @@ class StateStorages:
         return self._members[member_number].segment(member_index, label)
 
     def lazy_tensor(self, storage_index: int, kind: RowKind, name: str, offset: int) -> LazyTensor:
-        """Make a lazy tensor over a storage. The first element lies at bit `offset` of it."""
+        """Return a lazy tensor over a storage, with its first element at the bit `offset` of it."""
         member_number = bisect_right(self._first_indices, storage_index) - 1
         member = self._members[member_number]
         if isinstance(member, FileStorages):
@@ -187,50 +199,64 @@ def mark_uncopyable_rows(table: Table) -> Table:
     if not isinstance(storages, FileStorages):
         return table
     storage_indices = np.array(table.storage_indices, np.int64)
-    rows = np.flatnonzero(storage_indices != IRREGULAR)
-    row_storages = storage_indices[rows]
+    stored_rows = np.flatnonzero(storage_indices != IRREGULAR)
+    row_storages = storage_indices[stored_rows]
 
-    # A row is not copied because of its kind, or because of its file.
-    needs_tensor = np.array(
+    # Either the kind of a row or its file can be the reason that its bytes are not copied.
+    is_uncopyable_kind = np.array(
         [kind.traits.alias is not None or kind.traits.meta for kind in table.kinds], np.bool_
     )
-    is_local_file = np.zeros(len(storages.files), np.bool_)
-    for file_index, file in enumerate(storages.files):
-        # A remote store prefers large reads. A store of computed content reads another number of
-        # bytes than it returns.
-        store = file.source.store
-        read_nbytes = store.count_read_nbytes(file.key, SAMPLE_NBYTES)
-        prefers_blocks = store.read_profile.block_nbytes > 0
-        is_local_file[file_index] = read_nbytes == SAMPLE_NBYTES and not prefers_blocks
-    row_kinds = np.array(table.kind_indices, np.int64)[rows]
-    is_uncopyable = needs_tensor[row_kinds] | ~is_local_file[storages.file_indices[row_storages]]
+    row_kinds = np.array(table.kind_indices, np.int64)[stored_rows]
+    is_uncopyable_file = ~_find_copyable_files(storages)
+    row_files = storages.file_indices[row_storages]
+    is_uncopyable_row = is_uncopyable_kind[row_kinds] | is_uncopyable_file[row_files]
 
     # Rows that share a storage are all copied or all written by lazy tensors. Otherwise they would
     # not share it in the new file.
     is_uncopyable_storage = np.zeros(len(storages.starts), np.bool_)
-    is_uncopyable_storage[row_storages[is_uncopyable]] = True
+    is_uncopyable_storage[row_storages[is_uncopyable_row]] = True
     if table.irregular:
         is_uncopyable_storage[_find_used_storages(table.irregular.values(), storages)] = True
-    uncopyable_rows = rows[is_uncopyable_storage[row_storages]]
 
-    irregular = table.irregular
+    uncopyable_rows = stored_rows[is_uncopyable_storage[row_storages]]
+    new_irregular = table.irregular
+    new_storage_indices = table.storage_indices
     if len(uncopyable_rows):
         new_tensors = {row: table.lazy_tensor(row) for row in uncopyable_rows.tolist()}
-        irregular = {**irregular, **new_tensors}
+        new_irregular = {**table.irregular, **new_tensors}
         storage_indices[uncopyable_rows] = IRREGULAR
+        new_storage_indices = storage_indices.tolist()
     return Table(
         table.names,
         table.kinds,
         table.kind_indices,
-        storage_indices.tolist() if len(uncopyable_rows) else table.storage_indices,
-        storages.with_names(table.names, rows, row_storages),
-        irregular,
+        new_storage_indices,
+        # Errors of a save name the tensor of a storage by its name in this table.
+        storages.with_names(table.names, stored_rows, row_storages),
+        new_irregular,
         offsets=table.offsets,
     )
 
 
+def _find_copyable_files(storages: FileStorages) -> Bools:
+    """Return for each file of a table whether a save can copy its bytes many rows at a time.
+
+    These are local files that have the elements themselves. Remote stores prefer large reads.
+    """
+    is_copyable = np.zeros(len(storages.files), np.bool_)
+    for file_index, file in enumerate(storages.files):
+        store = file.source.store
+        # A store of computed content reads another number of bytes than it returns.
+        read_nbytes = store.count_read_nbytes(file.key, SAMPLE_NBYTES)
+        prefers_blocks = store.read_profile.block_nbytes > 0
+        is_copyable[file_index] = read_nbytes == SAMPLE_NBYTES and not prefers_blocks
+    return is_copyable
+
+
 def _find_used_storages(tensors: Iterable[LazyTensor], storages: FileStorages) -> list[int]:
     """Return the indices of the storages that some lazy tensors use."""
+    # Stores are compared by identity. The tensors keep their stores alive, so no two of them have
+    # the same id.
     used_ranges: set[tuple[int, str, int, int]] = set()
     for tensor in tensors:
         for storage in tensor.storages:
@@ -239,7 +265,8 @@ def _find_used_storages(tensors: Iterable[LazyTensor], storages: FileStorages) -
             if type(storage) is Storage:
                 used_ranges.add((id(storage.home), storage.key, storage.start, storage.nbytes))
 
-    # Only storages with one of these starts are looked at one by one: there may be a million.
+    # A table may have a million storages. So numpy selects those with the right start, and only
+    # these candidates are compared one by one.
     used_starts = np.array([start for _, _, start, _ in used_ranges], np.int64)
     candidates = np.flatnonzero(np.isin(storages.starts, used_starts)).tolist()
     used_storages: list[int] = []
@@ -271,6 +298,7 @@ def describe_lazy_tensors(tensors: Sequence[LazyTensor]) -> TensorColumns:
         kind_indices=[table.kind_indices[row] for row in rows],
         storage_indices=[storage_indices[row] for row in rows],
         storages=table.storages,
+        # Storages in files have no address in this process.
         addresses=lambda: [0] * len(table.storages.nbytes),
         offsets=table.select_offsets(rows),
     )
@@ -290,9 +318,12 @@ def plan_segment(table: Table, row: int, label: str, hashing: Hashing = "") -> S
     """
     if not table.row_kind(row).nbytes:
         return None
+    # Only `Data` computes a content hash. A row that is not its whole storage in C order must be
+    # rearranged by its lazy tensor.
     if hashing or row in table.rows_not_whole:
         return Data(table.lazy_tensor(row), label, hashing)
     segment = table.segment(row, label)
+    # An empty storage is returned as `b""`.
     if isinstance(segment, bytes):
         return None
     return segment
@@ -369,9 +400,11 @@ def split_into_segments(
             start_offset = 0
             if first:
                 start_offset = int(stops[first - 1])
-            # A segment ends with the row that makes it large enough.
-            last = min(first + MAX_SEGMENT_ROWS, separate_position) - 1
-            last = bisect_left(stops, start_offset + saves.BLOCK_NBYTES, first, last)
+            # A segment ends with the row that makes it large enough, or with the last row that it
+            # may have.
+            last_allowed = min(first + MAX_SEGMENT_ROWS, separate_position) - 1
+            full_offset = start_offset + saves.BLOCK_NBYTES
+            last = bisect_left(stops, full_offset, first, last_allowed)
             yield first, last + 1
             first = last + 1
         if separate_position < len(stops):
@@ -414,6 +447,7 @@ def _gather_rows(
                 checksums[label + HEAD_SUFFIX] = 0
         return b"".join(contents), checksums
 
+    # None means that as many bytes are read as are written. Computed storages are the exception.
     read_nbytes = None
     storages = table.storages
     if storages.read_nbytes is not storages.nbytes:
