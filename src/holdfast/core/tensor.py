@@ -179,7 +179,13 @@ def _whole_box_and_strides(shape: tuple[int, ...], bits: int) -> tuple[Box, tupl
 
 @lru_cache(maxsize=1024)
 def _contiguous_nbytes(bits: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
-    """Return the size of elements in C order without gaps. None if they are not such elements."""
+    """Return the size in bytes of elements that lie in C order without gaps; None for all others.
+
+    Args:
+        bits: The size of an element. Elements of less than a byte return None.
+        shape: The length of each dimension.
+        strides: Bits from one element to the next, for each dimension.
+    """
     if bits < 8 or not is_c_ordered(shape, strides, bits):
         return None
     return math.prod(shape) * bits // 8
@@ -199,14 +205,17 @@ class StridedPosition(Value, frozen=True, eq=False):
         return self
 
     def file_range(self, dtype: DType, shape: tuple[int, ...]) -> FileRange | None:
-        """Return the range of a file whose bytes are those of an array, or None.
+        """Return the range of a file whose bytes are those of a numpy array of these elements.
+
+        None if there is no such range: the elements lie in another order, do not start at a whole
+        byte, or their bytes must be swapped.
 
         Args:
             dtype: The type of the elements.
             shape: The length of each dimension.
         """
         storage = self.storage
-        # Subclasses of a storage may have to search for their place in the file.
+        # A subclass of `Storage` may have to read the file to find its start.
         if type(storage) is not Storage:
             return None
         nbytes = _contiguous_nbytes(dtype.bits, shape, self.strides)
@@ -215,12 +224,15 @@ class StridedPosition(Value, frozen=True, eq=False):
         if storage.byteorder != "little" and dtype.swap_nbytes > 1:
             return None
 
+        # A damaged or hostile file may describe elements outside its storage. The slower way of
+        # reading refuses them with an error.
         start_in_storage = self.offset // 8
         if not 0 <= start_in_storage <= storage.nbytes - nbytes:
             return None
         if not 0 <= storage.start < MAX_FILE_OFFSET:
             return None
 
+        # The recorded checksum covers the whole storage.
         crc32 = NO_CRC
         if nbytes == storage.nbytes and storage.crc32 is not None:
             crc32 = storage.crc32
@@ -240,8 +252,9 @@ class TensorFields(Value, frozen=True, eq=False):
     position: Position | None = None
 
 
-_CHUNKS: MemberDescriptorType = vars(TensorFields)["chunks"]
-"""Reads and writes the field that the property `LazyTensor.chunks` covers."""
+_CHUNKS_FIELD: MemberDescriptorType = vars(TensorFields)["chunks"]
+"""The stored field `chunks`. Reading `LazyTensor.chunks` would call the property that overrides it,
+and build the chunks. `_CHUNKS_FIELD.__get__(tensor)` reads what is stored, and `__set__` stores."""
 
 set_tensor_name: Callable[[LazyTensor, str], None] = vars(TensorFields)["name"].__set__
 """Sets the name of a frozen tensor. Only for one that a format has just made."""
@@ -272,22 +285,28 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
 
     @property  # type: ignore[misc]  # read-only, as the field that it covers
     def chunks(self) -> tuple[Chunk, ...]:
-        """Where the elements lie: boxes of the tensor, each in a storage."""
-        chunks: tuple[Chunk, ...] | DeferredChunks = _CHUNKS.__get__(self)
-        if not isinstance(chunks, tuple):
-            chunks = chunks.build()
-            _CHUNKS.__set__(self, chunks)
-        elif not chunks and self.position is not None:
-            place = self.position.strided_position()
+        """Where the elements lie: boxes of the tensor, each in a storage.
+
+        Chunks that do not exist yet are made now, and kept for the next call.
+        """
+        # The stored field may have an object that builds the chunks, or be empty because `position`
+        # says where the only chunk lies.
+        stored_chunks: tuple[Chunk, ...] | DeferredChunks = _CHUNKS_FIELD.__get__(self)
+        if not isinstance(stored_chunks, tuple):
+            chunks = stored_chunks.build()
+        elif not stored_chunks and self.position is not None:
+            position = self.position.strided_position()
             box = Box.whole(self.shape)
-            chunks = (Chunk(box, place.storage, place.offset, place.strides),)
-            _CHUNKS.__set__(self, chunks)
+            chunks = (Chunk(box, position.storage, position.offset, position.strides),)
+        else:
+            return stored_chunks
+        _CHUNKS_FIELD.__set__(self, chunks)
         return chunks
 
     @property
     def has_deferred_chunks(self) -> bool:
         """Whether the tensor has many chunks that are not built yet."""
-        return not isinstance(_CHUNKS.__get__(self), tuple)
+        return not isinstance(_CHUNKS_FIELD.__get__(self), tuple)
 
     @classmethod
     def contiguous(
@@ -306,20 +325,22 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         return cls(name, dtype, shape, (Chunk(box, storage, 0, strides),), source)
 
     def strided_position(self) -> StridedPosition | None:
-        """Return where the elements lie, if they lie in one storage; None otherwise.
+        """Return the storage, offset and strides of the elements.
 
-        Deferred chunks are not built for this.
+        None if they are not one plain chunk that covers the tensor. Also None if the chunks are not
+        built yet; this does not build them.
         """
         if self.position is not None:
             return self.position.strided_position()
-        chunks: tuple[Chunk, ...] | DeferredChunks = _CHUNKS.__get__(self)
+        # `self.chunks` would build deferred chunks, which may be very many.
+        chunks: tuple[Chunk, ...] | DeferredChunks = _CHUNKS_FIELD.__get__(self)
         if not isinstance(chunks, tuple) or len(chunks) != 1:
             return None
         (chunk,) = chunks
-        # Subclasses of a chunk may have to search for their place in the file.
+        # A subclass of `Chunk` may have to read the file to find its offset.
         if type(chunk) is not Chunk:
             return None
-        if chunk.box.stop != self.shape or any(chunk.box.start):
+        if chunk.box != Box.whole(self.shape):
             return None
         return StridedPosition(chunk.storage, chunk.offset, chunk.strides)
 
@@ -328,6 +349,7 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
 
         None means that the elements must be gathered, swapped or computed.
         """
+        # Conjugated and negated elements are computed, and a tensor on the meta device has none.
         traits = self.traits
         if traits is not PLAIN_TRAITS and (traits.conj or traits.neg or traits.meta):
             return None
@@ -339,17 +361,20 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         return position.file_range(self.dtype, self.shape)
 
     def __replace__(self, /, **changes: Any) -> LazyTensor:  # noqa: ANN401  # those of a tensor
+        """Return a copy of this tensor in which some fields have other values."""
         if changes.keys() <= {"name", "traits"}:
+            # The elements stay where they are, so chunks that do not exist yet are not made.
             return LazyTensor(
                 changes.get("name", self.name),
                 self.dtype,
                 self.shape,
-                _CHUNKS.__get__(self),
+                _CHUNKS_FIELD.__get__(self),
                 self.source,
                 changes.get("traits", self.traits),
                 self.position,
             )
-        # With another shape or other chunks the position would be wrong.
+        # `position` is not copied, because it would be wrong for another shape or other chunks.
+        # Without it the chunks say where the elements lie.
         for field in ("name", "dtype", "shape", "chunks", "source", "traits"):
             if field not in changes:
                 changes[field] = getattr(self, field)
@@ -382,23 +407,25 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
 
     @property
     def shared_chunks(self) -> tuple[Chunk, ...]:
-        """The chunks, in the storage that the tensor shares or shared with others.
+        """The chunks, in the storage that the tensor shares or once shared with other tensors.
 
         A format such as safetensors saves tensors that share a storage as copies, and records where
-        they lay (`Traits.alias`). For such a copy this is the chunk before it was saved.
+        each of them was in that storage (`Traits.alias`). For such a copy, the result is one chunk
+        at its former place.
         """
         alias = self.traits.alias
         if alias is None:
             return self.chunks
-        # The storage exists no more. No storage of a file has an empty key and a negative start.
-        storage = Storage(
+        # The former storage is not in the file. An empty key and a negative start distinguish it
+        # from all storages that are. It is only compared, and never read.
+        former_storage = Storage(
             "",
             -1 - alias.group,
             alias.nbytes,
             label=f"shared/{alias.group}",
             home=self.source.store,
         )
-        return (Chunk(Box.whole(self.shape), storage, alias.offset, alias.strides),)
+        return (Chunk(Box.whole(self.shape), former_storage, alias.offset, alias.strides),)
 
     @property
     def shared_storages(self) -> tuple[Storage, ...]:
@@ -429,26 +456,34 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         Raises:
             BadIndex: The index is out of bounds, or an array or a boolean.
         """
-        # A slice is not the whole parameter: only what the elements mean stays true.
+        # A slice keeps the traits that say what the stored elements mean. It is no parameter, and
+        # has no attributes.
         traits = self.traits
         if traits is not PLAIN_TRAITS:
             traits = Traits(conj=traits.conj, neg=traits.neg, meta=traits.meta)
 
-        place = self.strided_position()
-        if place is not None:
-            view = resolve_index(self.shape, place.offset, place.strides, index)
-            position = None
+        # The usual case: the elements are one strided array, and so are those of the slice.
+        position = self.strided_position()
+        if position is not None:
+            view = resolve_index(self.shape, position.offset, position.strides, index)
+            view_position = None
+            # A slice without elements has neither a position nor chunks.
             if 0 not in view.shape:
-                position = StridedPosition(place.storage, view.offset, view.strides)
-            return LazyTensor(self.name, self.dtype, view.shape, (), self.source, traits, position)
+                view_position = StridedPosition(position.storage, view.offset, view.strides)
+            return LazyTensor(
+                self.name, self.dtype, view.shape, (), self.source, traits, view_position
+            )
 
+        # Each chunk has its own offset and strides, so only the shape and the picks of the view are
+        # used here. Any offset and strides can be passed.
         view = resolve_index(self.shape, 0, self.shape, index)
-        chunks: tuple[Chunk, ...] | DeferredChunks = _CHUNKS.__get__(self)
+        chunks: tuple[Chunk, ...] | DeferredChunks = _CHUNKS_FIELD.__get__(self)
         if not isinstance(chunks, tuple):
-            # A rank reads one or two of eight thousand chunks.
-            chunks = chunks.build(*_find_bounds(view.picks))
-        chunks = slice_chunks(view.picks, chunks)
-        return LazyTensor(self.name, self.dtype, view.shape, chunks, self.source, traits)
+            # Only chunks that intersect the slice are built: a rank may need two of 8,000.
+            start, stop = _find_bounds(view.picks)
+            chunks = chunks.build(start, stop)
+        view_chunks = slice_chunks(view.picks, chunks)
+        return LazyTensor(self.name, self.dtype, view.shape, view_chunks, self.source, traits)
 
     def permute(self, *axes: int | Sequence[int]) -> LazyTensor:
         """Return a view with its dimensions in another order. Nothing is read.
@@ -467,19 +502,21 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         try:
             # Looking an axis up in the range checks it, and resolves a negative number.
             indices = map(operator.index, requested_axes)  # type: ignore[arg-type]  # the TypeError is the check
-            order = [all_axes[index] for index in indices]
+            axis_order = [all_axes[index] for index in indices]
         except (TypeError, IndexError):
-            order = [-1]
-        if sorted(order) != list(all_axes):
+            # No dimension has this number, so the check below raises the error.
+            axis_order = [-1]
+        if sorted(axis_order) != list(all_axes):
             raise BadIndex(f"permute needs each of {self.ndim} dimensions once, got {axes}")
 
         def reorder(values: Sequence[int]) -> tuple[int, ...]:
-            return tuple(values[axis] for axis in order)
+            return tuple(values[axis] for axis in axis_order)
 
         chunks: list[Chunk] = []
         for chunk in self.chunks:
             box = Box(reorder(chunk.box.start), reorder(chunk.box.stop))
             chunks.append(Chunk(box, chunk.storage, chunk.offset, reorder(chunk.strides)))
+        # Both traits describe the elements in the stored order of the dimensions.
         return replace(
             self,
             shape=reorder(self.shape),
@@ -661,7 +698,8 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         nbytes = self.size * self.dtype.numpy.itemsize
         stored_nbytes = sum(storage.nbytes for storage in self.storages)
         allowed_nbytes = max(limits.expansion * stored_nbytes, limits.expansion_floor_nbytes)
-        # In memory each packed element takes a whole byte.
+        # Several elements of less than a byte share a stored byte. In memory each takes a byte, and
+        # that is no expansion.
         elements_per_byte = 8 // min(self.dtype.bits, 8)
         if nbytes > allowed_nbytes * elements_per_byte and not self.traits.meta:
             raise LimitExceeded(
@@ -679,7 +717,8 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
 
         Args:
             dtype: The dtype to cast to.
-            copy: True for an array of its own. False for a view of mapped memory.
+            copy: True requires a new array, and False a view of mapped memory. None returns a view
+                if there is one.
 
         Raises:
             ValueError: `copy` is False, and the elements must be read or cast.
@@ -691,10 +730,16 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
                 "this tensor cannot be an array without a copy; "
                 "open with mmap=True, or leave copy=False away"
             )
-        array = self.read() if view is None else view
+        if view is None:
+            array = self.read()
+        elif copy and not needs_cast:
+            array = view.copy()
+        else:
+            array = view
+        # Casting makes a new array in any case.
         if needs_cast:
             return array.astype(dtype)
-        return array.copy() if copy and view is not None else array
+        return array
 
     def __dlpack__(
         self,
@@ -732,6 +777,8 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         return self
 
     def _repr_html_(self) -> str:
+        """Return the card that a notebook shows for this tensor. Nothing is read."""
+        # Imported here because only notebooks need it.
         from holdfast.core.notebook import render_card
         from holdfast.core.text import format_nbytes
 
@@ -746,9 +793,9 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         if self.traits.meta:
             facts.append(("no data", "meta device"))
         else:
-            files = list(dict.fromkeys(storage.key for storage in self.storages))
-            file_list = ", ".join(files[:MAX_LISTED_FILES])
-            if len(files) > MAX_LISTED_FILES:
+            file_names = list(dict.fromkeys(storage.key for storage in self.storages))
+            file_list = ", ".join(file_names[:MAX_LISTED_FILES])
+            if len(file_names) > MAX_LISTED_FILES:
                 file_list += ", …"
             facts.append(("in", file_list))
         return render_card(self.name, facts)
@@ -762,7 +809,7 @@ DROPPED = -1
 
 
 class AxisPick(NamedTuple):
-    """The indices that a slice takes from one dimension: `start`, `start + step`, and so on."""
+    """The indices that an index takes from one dimension: `start`, `start + step`, and so on."""
 
     start: int
     step: int
@@ -809,10 +856,15 @@ def resolve_index(
         >>> view.shape, view.offset, view.strides
         ((4, 1, 3), 32, (40, 0, -16))
     """
+    # One item may stand without a tuple around it. A subclass of tuple is not an index for numpy
+    # either.
     items = index if type(index) is tuple else (index,)
+    # An index may be longer than the shape because of `None` and `...`. If it has too many integers
+    # and slices, this raises an error.
     if len(items) > len(shape):
-        _count_indexed_axes(items, len(shape))  # Raises an error if there are too many.
+        _count_indexed_axes(items, len(shape))
 
+    # `axis` is the next dimension of the array that no item has taken yet.
     picks: list[AxisPick] = []
     view_shape: tuple[int, ...] = ()
     view_strides: tuple[int, ...] = ()
@@ -825,23 +877,27 @@ def resolve_index(
         elif item is Ellipsis:
             if sum(entry is Ellipsis for entry in items) > 1:
                 raise BadIndex("an index can only have a single ellipsis ('...')")
-            stop = axis + len(shape) - _count_indexed_axes(items, len(shape))
-            for length in shape[axis:stop]:
+            # The ellipsis takes all dimensions that the other items leave, each of them whole.
+            ellipsis_stop = axis + len(shape) - _count_indexed_axes(items, len(shape))
+            for length in shape[axis:ellipsis_stop]:
                 picks.append(AxisPick(0, 1, length))
-            view_shape = (*view_shape, *shape[axis:stop])
-            view_strides = (*view_strides, *strides[axis:stop])
-            axis = stop
+            view_shape = (*view_shape, *shape[axis:ellipsis_stop])
+            view_strides = (*view_strides, *strides[axis:ellipsis_stop])
+            axis = ellipsis_stop
         else:
             pick = _pick_indices(item, shape[axis], axis)
             picks.append(pick)
             offset += pick.start * strides[axis]
+            # An integer drops its dimension.
             if pick.length != DROPPED:
                 view_shape = (*view_shape, pick.length)
                 view_strides = (*view_strides, pick.step * strides[axis])
             axis += 1
-    return IndexedView(
-        (*view_shape, *shape[axis:]), offset, (*view_strides, *strides[axis:]), picks
-    )
+
+    # The dimensions behind the index are taken whole.
+    view_shape = (*view_shape, *shape[axis:])
+    view_strides = (*view_strides, *strides[axis:])
+    return IndexedView(view_shape, offset, view_strides, picks)
 
 
 def _count_indexed_axes(items: Sequence[object], rank: int) -> int:
@@ -863,7 +919,7 @@ def _count_indexed_axes(items: Sequence[object], rank: int) -> int:
 
 
 def _pick_indices(item: object, length: int, axis: int) -> AxisPick:
-    """Return what an integer or a slice takes of a dimension.
+    """Return which indices of a dimension an integer or a slice takes.
 
     Args:
         item: The integer or the slice.
@@ -873,15 +929,17 @@ def _pick_indices(item: object, length: int, axis: int) -> AxisPick:
     Raises:
         BadIndex: The item is out of bounds, or neither an integer nor a slice.
     """
-    # The two usual cases come first: a program that gathers rows takes thousands of slices.
+    # The usual cases of an integer and of a slice are fast, because a program that gathers rows
+    # takes thousands of slices. The other code handles all integers and all slices.
     if type(item) is int and 0 <= item < length:
         return AxisPick(item, 0, DROPPED)
     if isinstance(item, slice):
-        first, stop = item.start, item.stop
-        has_plain_bounds = item.step is None and type(first) is int and type(stop) is int
-        if has_plain_bounds and 0 <= first < stop <= length:
-            return AxisPick(first, 1, stop - first)
+        start, stop = item.start, item.stop
+        has_plain_bounds = item.step is None and type(start) is int and type(stop) is int
+        if has_plain_bounds and 0 <= start < stop <= length:
+            return AxisPick(start, 1, stop - start)
         try:
+            # Python resolves negative bounds, and cuts bounds beyond the length.
             start, stop, step = item.indices(length)
         except (TypeError, ValueError) as error:
             raise BadIndex(f"bad slice in dimension {axis}: {error}") from None
@@ -910,10 +968,13 @@ def _find_bounds(picks: Sequence[AxisPick]) -> tuple[list[int], list[int]]:
     starts: list[int] = []
     stops: list[int] = []
     for pick in picks:
-        if pick is not NEW_AXIS:
-            last = pick.start + pick.step * max(pick.length - 1, 0)
-            starts.append(min(pick.start, last))
-            stops.append(max(pick.start, last) + 1)
+        if pick is NEW_AXIS:
+            continue
+        # A pick by an integer or without indices has the length -1 or 0, and ends where it starts.
+        # With a negative step, the last index is the lowest one.
+        last_index = pick.start + pick.step * max(pick.length - 1, 0)
+        starts.append(min(pick.start, last_index))
+        stops.append(max(pick.start, last_index) + 1)
     return starts, stops
 
 
@@ -937,16 +998,22 @@ def slice_chunks(picks: Sequence[AxisPick], chunks: Iterable[Chunk]) -> tuple[Ch
 
 
 def _slice_chunk(picks: Sequence[AxisPick], chunk: Chunk) -> Chunk | None:
-    """Return the elements of a chunk that a slice takes, or None if it takes none of them."""
+    """Return the elements of a chunk that a slice takes, or None if it takes none of them.
+
+    The box of the result is in coordinates of the slice: index 0 is the first index that the slice
+    takes of a dimension, and index 1 the second one.
+    """
+    # `axis` is the next dimension of the tensor. The lists have an entry for each dimension of the
+    # slice, which may add dimensions and drop some.
     offset = chunk.offset
-    starts: list[int] = []
-    stops: list[int] = []
+    box_starts: list[int] = []
+    box_stops: list[int] = []
     strides: list[int] = []
     axis = 0
     for pick in picks:
         if pick is NEW_AXIS:
-            starts.append(0)
-            stops.append(1)
+            box_starts.append(0)
+            box_stops.append(1)
             strides.append(0)
             continue
 
@@ -960,30 +1027,44 @@ def _slice_chunk(picks: Sequence[AxisPick], chunk: Chunk) -> Chunk | None:
             offset += (pick.start - chunk_start) * stride
             continue
 
-        first, stop = _find_picks_between(pick, chunk_start, chunk_stop)
-        if first >= stop:
+        first_pick, pick_stop = _find_picks_between(pick, chunk_start, chunk_stop)
+        if first_pick >= pick_stop:
             return None
-        offset += (pick.start + first * pick.step - chunk_start) * stride
-        starts.append(first)
-        stops.append(stop)
+        first_index = pick.start + first_pick * pick.step
+        offset += (first_index - chunk_start) * stride
+        box_starts.append(first_pick)
+        box_stops.append(pick_stop)
         strides.append(stride * pick.step)
 
-    box = Box((*starts, *chunk.box.start[axis:]), (*stops, *chunk.box.stop[axis:]))
+    # The dimensions behind the picks are taken whole.
+    box_starts += chunk.box.start[axis:]
+    box_stops += chunk.box.stop[axis:]
+    strides += chunk.strides[axis:]
+    box = Box(tuple(box_starts), tuple(box_stops))
     if not box.count:
         return None
-    return Chunk(box, chunk.storage, offset, (*strides, *chunk.strides[axis:]))
+    return Chunk(box, chunk.storage, offset, tuple(strides))
 
 
 def _find_picks_between(pick: AxisPick, low: int, high: int) -> tuple[int, int]:
-    """Return which picks of a dimension have an index from `low` to before `high`.
+    """Return which indices of a pick lie from `low` to before `high`.
+
+    Indices are counted in the order in which the pick takes them: number 0 is `pick.start`, number 1
+    is `pick.start + pick.step`.
 
     Returns:
-        The number of the first such pick, and that of the first one behind them.
+        The number of the first such index, and the number behind the last one. The first is not
+        smaller than the second if there is none.
     """
     if pick.step > 0:
-        first = -((pick.start - low) // pick.step)
-        stop = -((pick.start - high) // pick.step)
+        # Both are the lowest number whose index is not below a bound. A division of the negative
+        # value that is negated again rounds up.
+        first_number = -((pick.start - low) // pick.step)
+        number_stop = -((pick.start - high) // pick.step)
     else:
-        first = -((high - 1 - pick.start) // -pick.step)
-        stop = (pick.start - low) // -pick.step + 1
-    return max(first, 0), min(stop, pick.length)
+        # The indices descend: the first is the highest one below `high`, and the last is the lowest
+        # one from `low` on.
+        descent = -pick.step
+        first_number = -((high - 1 - pick.start) // descent)
+        number_stop = (pick.start - low) // descent + 1
+    return max(first_number, 0), min(number_stop, pick.length)
