@@ -148,11 +148,10 @@ class Leaves:
         return type(value) in self.tensor_types and id(value) not in self.conversions
 
     def replace_with_parts(self, composites: Mapping[int, Composite]) -> None:
-        """Replace tensors by the parts of composites.
+        """Replace some tensors by the parts that they are stored as, each with a name of its own.
 
         Args:
-            composites: By index, what a tensor is that looks like a plain one, but is stored as
-                several tensors.
+            composites: By the index of a tensor, the composite that it is stored as.
         """
         names: list[str] = []
         values: list[object] = []
@@ -162,24 +161,34 @@ class Leaves:
                 names.append(name)
                 values.append(value)
                 continue
+            # The value is stored with its composite, so that no other object gets its identity.
             self.conversions[id(value)] = value, composite
+            # A state that is one tensor has no name of its own.
+            name_prefix = "" if self.is_single_tensor else f"{name}."
             for part_name, part in composite.children():
-                names.append(part_name if self.is_single_tensor else f"{name}.{part_name}")
+                names.append(name_prefix + part_name)
                 values.append(part)
         self.names = names
         self.values = values
+        # Parts are stored as a dict in the place of the tensor.
         self.is_nested = True
 
     def for_table(self, table: Table) -> Leaves:
-        """Return these leaves for another table that has a row for each of them, in their order."""
+        """Return these leaves with the tensors of another table, which may replace some of them.
+
+        Args:
+            table: A table that has a row for each of these tensors, in their order.
+        """
         leaves = copy.copy(self)
         if any(isinstance(part, Composite) for _, part in self.conversions.values()):
             leaves._replace_composite_parts(table)
 
+        # The tree has only the name of most tensors. It describes the others by their lazy tensors:
+        # those with a class, attributes or quantization blocks, and those that are not all of a
+        # storage.
         special_kinds: set[int] = set()
         for kind_index, kind in enumerate(table.kinds):
             traits = kind.traits
-            # A tree describes a tensor with one of these attributes by more than its name.
             has_attributes = not (traits.subclass is traits.state is traits.blocks is None)
             if has_attributes or not kind.is_whole or not kind.nbytes:
                 special_kinds.add(kind_index)
@@ -197,16 +206,19 @@ class Leaves:
         The table has a row for each tensor of these leaves, in their order.
         """
         # Parts are found by identity, because a tensor cannot be a key.
-        rows = {id(value): row for row, value in enumerate(self.values)}
+        row_by_id = {id(value): row for row, value in enumerate(self.values)}
+        # These leaves are a shallow copy of others, which must not change.
         self.values = [*self.values]
         self.conversions = dict(self.conversions)
-        for key, (value, composite) in self.conversions.items():
-            if isinstance(composite, Composite):
-                parts: dict[str, LazyTensor] = {}
-                for name, part in composite.children():
-                    parts[name] = table.lazy_tensor(rows[id(part)])
-                    self.values[rows[id(part)]] = parts[name]
-                self.conversions[key] = value, replace(composite, parts=parts)
+        for value_id, (value, conversion) in self.conversions.items():
+            if not isinstance(conversion, Composite):
+                continue
+            new_parts: dict[str, LazyTensor] = {}
+            for name, part in conversion.children():
+                row = row_by_id[id(part)]
+                new_parts[name] = table.lazy_tensor(row)
+                self.values[row] = new_parts[name]
+            self.conversions[value_id] = value, replace(conversion, parts=new_parts)
 
     def describe(self, value: object) -> object:
         """Return what is saved for a value: its conversion, its lazy tensor, or the value itself."""
@@ -229,23 +241,28 @@ class Leaves:
         self.has_other_values = type(state) is not dict
         _Walk(self, policy, steps_left=policy.max_repeated_steps).run(state)
 
+        # A tensor without a container has the name "". So has a tensor in a dict with the key "".
         is_container = isinstance(state, dict | list | tuple | Opaque)
         self.is_single_tensor = self.names == [""] and not is_container
         if self.is_single_tensor:
             self.names[0] = LONE_TENSOR_NAME
         if len({*self.names}) < len(self.names):
             self._number_names()
+        # The walk checks names before it makes them. This counts their numbers as well.
         character_count = sum(map(len, self.names))
         if character_count > FREE_CHARACTERS:
             policy.allow_characters(character_count, len(self.names))
 
     def _number_names(self) -> None:
-        """Append a number to each name that an earlier tensor has."""
+        """Append a number to each name that an earlier tensor has: `w`, `w#2`, `w#3`."""
         used_names: set[str] = set()
+        # The search for a free number goes on behind the last one. Otherwise very many equal names
+        # would take quadratic time.
         last_numbers: dict[str, int] = {}
         for index, base_name in enumerate(self.names):
             name = base_name
             number = last_numbers.get(base_name, 1)
+            # A numbered name may be used as well: a tensor of the state may be called `w#2`.
             while name in used_names:
                 number += 1
                 name = f"{base_name}#{number}"
@@ -270,12 +287,14 @@ class _Frame(Struct):
     container: object
     items: Iterator[tuple[str | int, Any]]
     """Its keys and values that were not walked yet."""
-    prefix: str
+    name_prefix: str
     """The start of the names of its tensors."""
     owner_ids: Sequence[int]
-    """The identities of the containers that it is stored in, itself first."""
+    """The identities of the containers that it is stored in, itself first. An object has several:
+    itself and the dicts of its attributes."""
     count_before: int
-    """How many tensors were found or skipped before it."""
+    """How many tensors were found, and containers skipped, before it. If there are no more at its
+    end, it has no tensors."""
 
 
 class _Walk(Struct):
@@ -295,12 +314,18 @@ class _Walk(Struct):
     """The path of the current container."""
     skipped_count: int = 0
     """The containers that were skipped, and may have tensors."""
-    max_characters: int = FREE_CHARACTERS
-    character_count: int = 0
+    max_name_characters: int = FREE_CHARACTERS
+    """How many characters all names may have, before `policy.allow_characters` is called again."""
+    name_character_count: int = 0
     """How many characters all names have."""
 
     def run(self, state: object) -> None:
-        """Add all tensors of a state, container by container."""
+        """Add all tensors of a state, container by container.
+
+        The inner loop takes the next values of the current container. It ends at a value that is
+        another container, which becomes the current one. At the end of a container, the walk goes
+        on in the container around it.
+        """
         tensor_types = self.leaves.tensor_types
         names = self.leaves.names
         values = self.leaves.values
@@ -313,10 +338,10 @@ class _Walk(Struct):
                         self.leaves.paths.append(self._get_path(key))
                     # The same as `_add_tensor`. No function is called for a tensor. Adding an empty
                     # prefix does not copy the key, which saves 80 MB for a million tensors.
-                    name = frame.prefix + str(key)
+                    name = frame.name_prefix + str(key)
                     names.append(name)
                     values.append(value)
-                    self.character_count += len(name)
+                    self.name_character_count += len(name)
                 elif value_type not in PLAIN_VALUE_TYPES:
                     inner_frame = self._enter(frame, key, value)
                     if inner_frame is not None:
@@ -324,8 +349,10 @@ class _Walk(Struct):
                         frame = inner_frame
                         break
             else:
+                # The current container has no values left.
                 if not self.frames:
                     return
+                # A skipped container may have tensors, so it counts as one.
                 has_tensors = len(values) + self.skipped_count > frame.count_before
                 self.has_tensors[id(frame.container)] = has_tensors
                 self.ids_on_path.difference_update(frame.owner_ids)
@@ -346,7 +373,9 @@ class _Walk(Struct):
             value: The leaf or container.
 
         Returns:
-            The container of the value, or None if there is nothing to walk.
+            The frame for walking through the value. None if the value is a leaf, or a container
+            that is skipped: it contains itself, is nested too deep, has no tensors, or occurs again
+            when the budget of steps is spent.
         """
         contents: ContainerContents | None = None
         owner_ids: Sequence[int] = (id(value),)
@@ -354,27 +383,31 @@ class _Walk(Struct):
         if type(value) not in CONTAINER_TYPES and not isinstance(value, dict):
             if not isinstance(value, self.policy.entered_types):
                 if self.leaves.convert is not None:
-                    self._convert_leaf(self.leaves.convert, f"{frame.prefix}{key!s}", key, value)
+                    name = f"{frame.name_prefix}{key!s}"
+                    self._convert_leaf(self.leaves.convert, name, key, value)
                 return None
             contents = list_contents(value)
             assert contents is not None  # All entered types have contents.
             owner_ids = [id(owner) for owner, _ in contents]
-            # An object was walked before if another one contains the same dict of attributes.
+            # Objects may share a dict of attributes. It must count against the budget for each.
             is_repeated = not self.has_tensors.keys().isdisjoint(owner_ids)
 
         if is_repeated:
             if not self.ids_on_path.isdisjoint(owner_ids):
                 self._skip_cycle(frame, key, value)
                 return None
-            # An opened state is walked all the same: it may be nested too deep at this place.
+            # A state that will be saved has nothing to add here if the container has no tensors. An
+            # opened state is walked all the same, because it may be nested too deep at this place.
             if self.policy.collects_problems and not self.has_tensors.get(id(value), True):
                 return None
+            # Listing the children of an object takes time, so an earlier overrun ends here.
             if self.steps_left < 0:
                 self._skip_repeated_container()
                 return None
 
         keys, values = _list_children(value, contents)
         if is_repeated:
+            # A step leads to the container, and one to each of its children.
             self.steps_left -= 1 + len(values)
             if self.steps_left < 0:
                 self._skip_repeated_container()
@@ -382,7 +415,7 @@ class _Walk(Struct):
         if len(self.frames) >= self.policy.max_depth:
             self._refuse_depth(key)
             return None
-        return self._start(key, value, keys, values, owner_ids)
+        return self._start_container(key, value, keys, values, owner_ids)
 
     def _skip_repeated_container(self) -> None:
         """Skip a container that was walked before, because the budget of steps is spent."""
@@ -390,9 +423,15 @@ class _Walk(Struct):
         self.skipped_count += 1
 
     def _skip_cycle(self, frame: _Frame, key: str | int, value: object) -> None:
-        """Skip a container that contains itself. In a state that will be saved it is a problem."""
+        """Skip a container that contains itself. In a state that will be saved it is a problem.
+
+        Args:
+            frame: The container that has the value.
+            key: The key of the value.
+            value: A container that is on the current path already.
+        """
         containers = [value, frame.container, *[outer.container for outer in self.frames]]
-        # An object may refer to the object that contains it.
+        # It is no problem in a pickled object: objects often refer to their owner.
         has_object = any(isinstance(container, Opaque) for container in containers)
         if self.policy.collects_problems and not has_object:
             self._add_problem(self._get_path(key), f"a {type(value).__name__} that contains itself")
@@ -400,7 +439,7 @@ class _Walk(Struct):
             self.skipped_count += 1
 
     def _refuse_depth(self, key: str | int) -> None:
-        """Refuse a container that is nested too deep."""
+        """Refuse a container that is nested too deep: raise, or record a problem of the save."""
         max_depth = self.policy.max_depth
         if not self.policy.collects_problems:
             raise LimitExceeded(
@@ -408,10 +447,11 @@ class _Walk(Struct):
                 expected=max_depth,
                 found=max_depth + 1,
             )
+        # The path may have a million keys. Its start is enough to find the place.
         path_start = join_path((*self.path, key)[:4])
         self.leaves.problems.append(f"{path_start}…: nested deeper than Limits(depth={max_depth})")
 
-    def _start(
+    def _start_container(
         self,
         key: str | int,
         container: object,
@@ -419,7 +459,7 @@ class _Walk(Struct):
         values: Collection[object],
         owner_ids: Sequence[int],
     ) -> _Frame | None:
-        """Start to walk through a container, unless it has nothing but plain values.
+        """Record a container, and return the frame for walking through it.
 
         Args:
             key: The key of the container.
@@ -427,65 +467,97 @@ class _Walk(Struct):
             keys: The keys of its values, of any type.
             values: Its values.
             owner_ids: The identities of the containers that it is stored in, itself first.
+
+        Returns:
+            The frame. None if all values are plain, such as numbers and texts, so that there is
+            nothing to walk.
         """
+        # A container may have a million values of a few types. So the types are examined.
         leaves = self.leaves
         key_types = {*map(type, keys)}
         value_types = {*map(type, values)}
         has_text_keys = key_types <= {str}
         if type(container) is not dict or not has_text_keys or value_types & PLAIN_VALUE_TYPES:
             leaves.has_other_values = True
-        if self.frames:
+        # Without frames, this container is the state itself.
+        is_inside_container = bool(self.frames)
+        if is_inside_container:
             leaves.is_nested = True
 
+        # Until its end is reached, the container may have tensors. Entries for all owners let
+        # `_enter` see that it occurs again.
         self.has_tensors.update(dict.fromkeys(owner_ids, True))
         if value_types <= PLAIN_VALUE_TYPES:
             self.has_tensors[id(container)] = False
             return None
 
-        if self.frames:
+        if is_inside_container:
             self.path.append(key)
-        prefix = ""
-        # The prefix is needed if a value is neither a container nor plain.
+        # Joining the path takes time, and a deep state has very many containers. So it is done only
+        # if a value may be a tensor.
+        name_prefix = ""
         if self.path and not value_types <= CONTAINER_TYPES | PLAIN_VALUE_TYPES:
-            prefix = f"{join_path(self.path)}."
-            self._check_characters(prefix, values)
+            name_prefix = f"{join_path(self.path)}."
+            self._reserve_name_characters(name_prefix, values)
+
         self.ids_on_path.update(owner_ids)
         if not key_types <= KEY_TYPES:
             keys = map(to_path_key, keys)
-        count_before = len(leaves.values) + self.skipped_count
         items = zip(keys, values, strict=True)
-        return _Frame(container, items, prefix, owner_ids, count_before)
+        count_before = len(leaves.values) + self.skipped_count
+        return _Frame(container, items, name_prefix, owner_ids, count_before)
 
-    def _check_characters(self, prefix: str, values: Collection[object]) -> None:
-        """Check the length of all names, with those of a container before they are made.
+    def _reserve_name_characters(self, name_prefix: str, values: Collection[object]) -> None:
+        """Make sure that the names of the tensors in a container may be made.
+
+        This runs before any of them is made, because a hostile state can ask for names that fill
+        the memory.
 
         Args:
-            prefix: The start of the names of the container.
-            values: The values of the container, with its tensors among them.
+            name_prefix: The start of the name of each tensor in the container.
+            values: The values of the container, tensors and others.
+
+        Raises:
+            LimitExceeded: All names together would have too many characters.
         """
-        names = self.leaves.names
-        if self.character_count + len(prefix) * len(values) > self.max_characters:
-            tensor_count = sum(type(value) in self.leaves.tensor_types for value in values)
-            self.max_characters = self.policy.allow_characters(
-                self.character_count + len(prefix) * tensor_count, len(names) + tensor_count
-            )
+        # If all values were tensors, their prefixes would fit. So the tensors are not counted.
+        max_prefix_characters = len(name_prefix) * len(values)
+        if self.name_character_count + max_prefix_characters <= self.max_name_characters:
+            return
+
+        # More names may have more characters. So the limit is asked for again, and may rise.
+        tensor_count = sum(type(value) in self.leaves.tensor_types for value in values)
+        self.max_name_characters = self.policy.allow_characters(
+            self.name_character_count + len(name_prefix) * tensor_count,
+            len(self.leaves.names) + tensor_count,
+        )
 
     def _add_tensor(self, name: str, tensor: object) -> None:
         self.leaves.names.append(name)
         self.leaves.values.append(tensor)
-        self.character_count += len(name)
+        self.name_character_count += len(name)
 
     def _add_problem(self, path: Path, reason: str) -> None:
         self.leaves.problems.append(f"{join_path(path) or 'the state'}: {reason}")
 
     def _convert_leaf(self, convert: Convert, name: str, key: str | int, value: object) -> None:
-        """Convert a leaf, and add the tensors that it becomes."""
+        """Convert a leaf, and add the tensors that it becomes.
+
+        Args:
+            convert: Converts the leaf.
+            name: The name that a tensor at this place has.
+            key: The key of the leaf in the current container.
+            value: The leaf.
+        """
         leaves = self.leaves
         path = self._get_path(key)
+        # A leaf that occurs again is not converted again. The leaf is stored with its conversion, so
+        # that no other object gets its identity.
         if id(value) not in leaves.conversions:
             try:
                 conversion = convert(value, path)
             except Unsupported as error:
+                # The problem is reported with all others, after the walk.
                 self._add_problem(path, error.message)
                 conversion = value
             leaves.conversions[id(value)] = value, conversion
@@ -498,10 +570,15 @@ class _Walk(Struct):
         elif isinstance(conversion, Composite):
             leaves.is_nested = True
             for part_name, part in conversion.children():
-                self._add_tensor(f"{name}.{part_name}" if path else part_name, part)
+                tensor_name = part_name
+                # A composite that is the whole state has an empty path and no name.
+                if path:
+                    tensor_name = f"{name}.{part_name}"
+                self._add_tensor(tensor_name, part)
         else:
             leaves.has_other_values = True
-        self._check_characters("", ())
+        # Names without a new container are counted as well.
+        self._reserve_name_characters("", ())
 
 
 def _list_children(
@@ -512,7 +589,8 @@ def _list_children(
 
     Args:
         container: A dict, a list, a tuple, or an object.
-        contents: The containers that an object is stored in. None for all others.
+        contents: The containers that an object is stored in, with their children. None for dicts,
+            lists and tuples.
     """
     if contents is not None:
         keys: list[str | int] = []
@@ -522,6 +600,7 @@ def _list_children(
                 keys.append(key)
                 values.append(value)
         return keys, values
+    # Nothing is copied here, because a dict may have a million tensors.
     if isinstance(container, dict):
         return container, container.values()
     return range(len(container)), container
@@ -536,9 +615,6 @@ def find_leaves(
 ) -> Leaves:
     """Find the tensors of a state that will be saved, and give each a name of its own.
 
-    The names may have many times the characters that the state has in memory. There a key counts
-    once, however many containers have it.
-
     Args:
         state: The state.
         tensor_types: The types of values that are tensors.
@@ -551,10 +627,12 @@ def find_leaves(
     leaves = Leaves(tensor_types, convert)
 
     def allow_characters(character_count: int, name_count: int) -> int:
-        # Most states need no measurement: every tensor takes some memory.
+        # Names may have a multiple of the bytes that the state takes in memory. Every tensor takes
+        # some bytes, and for most states these justify the names.
         allowed_count = FREE_CHARACTERS + NAME_CHARACTERS_A_BYTE * CHILD_NBYTES * name_count
         if character_count <= allowed_count:
             return allowed_count
+        # For the others, all containers are measured, which takes a walk through the state.
         return _check_name_characters(character_count, _measure_state(state))
 
     leaves.find(state, WalkPolicy(max_depth, MAX_REPEATED_STEPS, allow_characters))
@@ -584,11 +662,14 @@ def name_tensors(tree: object, limits: Limits, stored_nbytes: int) -> NamedTenso
     tensors = cast("dict[str, LazyTensor]", dict(zip(leaves.names, leaves.values, strict=True)))
     for name, tensor in tensors.items():
         if not tensor.name:
-            # The format has just made this tensor. So the leaf of the tree gets its name as well.
+            # The format has just made this tensor, and nobody else has it. It is changed in place,
+            # so that the leaf of the tree has the name as well.
             set_tensor_name(tensor, name)
         elif tensor.name != name:
+            # The tensor has a name already, such as that of another place where it occurs.
             tensors[name] = tensor.renamed(name)
 
+    # Only notes need paths, and they take memory. So a second walk records them if there are notes.
     paths: list[Path] = []
     if leaves.numbered_names:
         paths = _find_opened_leaves(tree, limits, stored_nbytes, records_paths=True).paths
@@ -655,15 +736,19 @@ def _check_name_characters(character_count: int, stored_nbytes: int) -> int:
 
 
 def _measure_state(state: object) -> int:
-    """Return the least memory that the containers of a state and their text keys take, in bytes."""
-    nbytes = 0
-    key_nbytes: dict[int, int] = {}
+    """Return the least memory that the containers of a state and their text keys take, in bytes.
+
+    Names are made of keys. This measures what a state has really stored for them.
+    """
+    container_nbytes = 0
+    nbytes_by_key_id: dict[int, int] = {}
+    # A container counts once, however often it occurs.
     for _, container in walk(state, get_inner_containers):
         if isinstance(container, dict | list | tuple):
-            nbytes += CHILD_NBYTES * len(container)
+            container_nbytes += CHILD_NBYTES * len(container)
         if isinstance(container, dict):
             for key in container:
-                # A key counts once, however many containers have it.
+                # A text counts once as well. It may be a key of many containers.
                 if isinstance(key, str):
-                    key_nbytes[id(key)] = len(key)
-    return nbytes + sum(key_nbytes.values())
+                    nbytes_by_key_id[id(key)] = len(key)
+    return container_nbytes + sum(nbytes_by_key_id.values())

@@ -386,7 +386,7 @@ class _Search:
             crcs = storages.crcs[storage_indices].tolist()
             return zip(row_files, starts, nbytes, crcs, strict=True)
 
-        # Storages in memory belong to one table, so their indices distinguish them.
+        # A storage in memory is identified by the object that has all of them, and its index there.
         if not self._by_identity:
             return zip(repeat(id(storages)), storage_indices, strict=False)
 
