@@ -10,7 +10,7 @@ from holdfast.cli.text import fields_of
 from holdfast.core.options import InPlaceOptions
 
 DESCRIPTION = """\
-Remove the bytes of a checkpoint that no tensor uses. For example, if a program saves a few rows of
+Remove unused bytes from a checkpoint. For example, if a program saves a few rows of
 a large tensor with torch.save, the file contains all rows. Write the smaller checkpoint to DST, or
 replace SRC with --in-place. Tied tensors stay tied."""
 

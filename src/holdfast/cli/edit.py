@@ -17,8 +17,8 @@ Rename, drop and cast tensors, and set metadata. Write the result to DST, or rep
 EXAMPLES = """\
 patterns:
   A pattern is a glob on the dotted name, and * also matches dots. In a
-  rename, each * of the new name stands for the text that the same * of the
-  old name matched.
+  rename, the first * in NEW is replaced with the text that the first * in OLD
+  matched, and so on.
 
 examples:
   # Remove a prefix from all names.

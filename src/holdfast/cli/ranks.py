@@ -22,7 +22,7 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def add_deadline(verb: argparse.ArgumentParser) -> None:
-    text = "with torchrun: consider a rank lost after this many seconds without a heartbeat (default: 60)"
+    text = "if started by torchrun on several ranks: consider a rank lost after this many seconds without a heartbeat (default: 60)"
     verb.add_argument(
         "--deadline", metavar="SECONDS", type=_seconds, default=argparse.SUPPRESS, help=text
     )

@@ -11,21 +11,21 @@ from holdfast.cli.planned import add_places, carry_out
 from holdfast.core.options import ReshardOptions
 
 DESCRIPTION = """\
-Split a checkpoint for a mesh of ranks, and write it as a native directory with one data file for
-each rank.
+Split a checkpoint for a mesh of ranks. DST becomes a native directory, the sharded format of
+Holdfast, with one data file for each rank.
 
-A rule tells how tensors are split. '*.weight: tp=0' splits dimension 0 of the tensors whose names
+Rules specify how to split tensors. '*.weight: tp=0' splits dimension 0 of the tensors whose names
 match '*.weight' over the mesh axis tp. '*: replicate' replicates the matching tensors. The first
 rule that matches a name applies. Tensors without a rule are replicated.
 
-Without any rules, dp and fsdp split dimension 0, and tp splits the matrices of a transformer that
-has the tensor names of Hugging Face."""
+Without any rules, the axes dp and fsdp split dimension 0 of all tensors. The axis tp splits the
+matrices of a transformer with Hugging Face tensor names."""
 
 EXAMPLES = """\
 examples:
   holdfast reshard step-1000 for-eight --mesh dp=8
 
-  # Tensor parallelism with rules of your own.
+  # Tensor parallelism with custom rules.
   holdfast reshard model.safetensors model-tp4 --mesh tp=4 \\
       --rule '*.q_proj.weight: tp=0' --rule '*.o_proj.weight: tp=1'
 

@@ -631,6 +631,9 @@ OPTIONS: dict[str, Option] = {
         "metrics of this step, by name",
         check_metrics,
     ),
+    "SealOptions.overwrite": Option(
+        False, "replace an existing seal (default: stop with an error)", check_flag
+    ),
     "SealOptions.metrics": Option(
         None,
         "record a metric (default: read from the files); repeatable",

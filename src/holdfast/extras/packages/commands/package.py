@@ -12,10 +12,17 @@ from holdfast.cli.planned import carry_out
 from holdfast.core.options import PackageOptions, ReplaceOptions
 
 DESCRIPTION = """\
-Combine the weights of several models in one file, a .pt2 package, or in a native directory (no
-suffix). Data that the models share is stored once.
-With --replace, put new weights into the program in a .pt2 package. The new weights must have the
-same names, dtypes and shapes as the old weights."""
+Combine the weights of several models in one package, and store data that the models share only
+once. A package is a .pt2 file, the format of torch.export. If DST has no suffix, it is a native
+directory, the format of Holdfast.
+
+  holdfast package NAME=PATH [NAME=PATH ...] DST
+
+With --replace, put new weights into PT2, an exported program, without running it. The new weights
+must have the same names, dtypes and shapes as the old weights.
+
+  holdfast package --replace PT2 WEIGHTS DST
+  holdfast package --replace PT2 WEIGHTS --in-place"""
 
 EXAMPLES = """\
 examples:
@@ -35,13 +42,13 @@ examples:
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     models = (
-        "each model as NAME=PATH, and at the end the path or URL to write (DST); with --replace, the "
-        "path of the new weights, as NAME=PATH if the archive has several models, and at the end DST"
+        "a model to add, as NAME=PATH; with --replace, the new weights (as NAME=PATH if the package "
+        "has several models). The last argument is DST, the path or URL to write"
     )
     verb.add_argument("models", metavar="MODEL", nargs="+", help=models)
-    in_place = "with --replace: replace the archive atomically instead of writing to DST"
+    in_place = "with --replace: change the package PT2 itself, atomically; there is no DST"
     verb.add_argument("--in-place", action="store_true", help=in_place)
-    archive = "put the weights into this archive; NAME selects one of several models"
+    archive = "put new weights into this package"
     verb.add_argument("--replace", metavar="PT2", type=values.target, help=archive)
     add_options(verb, PackageOptions)
     verb.set_defaults(several=True, dst=None)

@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from holdfast.extras.pruning.prune import Pruned
 
 DESCRIPTION = """\
-Set small or random weights to zero, and write the result in any format. A rule says which tensors
+Set weights to zero, by magnitude or at random, and write the result in any format. A rule says which tensors
 to prune and how. For each tensor, the first rule whose PATTERN matches its name applies. Tensors
 without a rule stay unchanged. The command checks all rules before it writes anything."""
 
 EXAMPLES = """\
 rules (PATTERN is a glob such as '*.mlp.*.weight'):
-  PATTERN: 2:4                keep the two largest of four neighbors
-  PATTERN: 0.5                remove the smaller half of each tensor
-  PATTERN: block 4x4 0.9      remove 90% of the 4x4 blocks
-  PATTERN: random 0.3 seed=1  remove 30% at random
-  PATTERN: global 0.8         remove 80%, by one threshold for all tensors
+  PATTERN: 2:4                keep the 2 largest of 4 neighbors, by magnitude
+  PATTERN: 0.5                set the smaller half of each tensor to zero
+  PATTERN: block 4x4 0.9      set 90% of the 4x4 blocks to zero
+  PATTERN: random 0.3 seed=1  set 30% to zero, at random
+  PATTERN: global 0.8         set 80% to zero, by one threshold for all tensors
                               with such a rule
   PATTERN: keep               change nothing
-  A rule '*: 2:4' applies to matrices only, not to norms, biases and
-  embeddings.
+  With N:M, a pattern that contains * matches matrices only, not norms,
+  biases and embeddings.
 
 examples:
   holdfast prune model.safetensors out.safetensors \\
