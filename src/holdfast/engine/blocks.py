@@ -72,6 +72,8 @@ def find_contiguous_bytes(tensor: LazyTensor) -> tuple[str, int] | None:
         The file and the first byte of the range, or None if the elements are not one such range.
     """
     traits = tensor.traits
+    # Conjugated and negated tensors are stored with other elements than they have, and tensors of
+    # the meta device have none.
     if traits.conj or traits.neg or traits.meta or len(tensor.chunks) != 1:
         return None
     (chunk,) = tensor.chunks
@@ -113,10 +115,12 @@ def read_block(block: ContiguousBlock) -> memoryview:
         return content
     position = find_contiguous_bytes(tensor)
     if position is not None:
+        # The bytes in the file are read unchanged, by one call.
         key, start = position
         out = np.empty(tensor.nbytes, np.uint8).data
         tensor.source.store.read(key, start, out)
         return out
+    # The source puts the elements in C order, and unpacks packed ones.
     array = np.empty(tensor.shape, tensor.dtype.numpy)
     tensor.source.read([Request(tensor, array)])
     if tensor.dtype.packed:
@@ -140,7 +144,9 @@ def choose_block_nbytes(tensor: LazyTensor, block_nbytes: int) -> int:
     profile = tensor.source.store.read_profile
     if not profile.block_nbytes:
         return block_nbytes
-    if profile.request_count:
+    # Each of many requests to a remote store has a block in memory.
+    is_remote = profile.request_count > 0
+    if is_remote:
         return min(profile.block_nbytes, block_nbytes)
     return profile.block_nbytes
 
@@ -148,7 +154,7 @@ def choose_block_nbytes(tensor: LazyTensor, block_nbytes: int) -> int:
 def pack_elements(array: np.ndarray, dtype: DType) -> bytes:
     """Pack elements of one byte each into `dtype.bits` bits each.
 
-    The first element of a byte has its lowest bits.
+    The first element of a byte has its lowest bits. The last byte is filled with zeros.
     """
     elements = byte_row(array)
     bits = np.unpackbits(elements[:, None], axis=1, count=dtype.bits, bitorder="little")

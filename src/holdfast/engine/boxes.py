@@ -46,6 +46,7 @@ class StridedRanges(Value, frozen=True):
     """
 
     chunk: Chunk
+    """The elements that the ranges contain."""
     first_bit: int
     """The first bit of the range at index 0 of all outer axes, relative to the storage."""
     bit_count: int
@@ -122,16 +123,20 @@ class BoxPiece(Value, frozen=True):
     ranges: StridedRanges
     """The ranges of the piece in its file."""
     dtype: DType
+    """The dtype of the elements."""
     destination: np.ndarray
     """An array of the same shape as the piece."""
     is_direct: bool
     """Whether the ranges can be read straight into the destination, without scratch memory."""
     tensor_name: str
+    """For error messages."""
 
     @property
     def range_nbytes(self) -> int:
         """The size of each range. Packed elements may begin and end inside of a byte."""
-        return (self.ranges.first_bit % 8 + self.ranges.bit_count + 7) // 8
+        # Counted from the byte in which the range begins, and rounded up to whole bytes.
+        bit_count = self.ranges.first_bit % 8 + self.ranges.bit_count
+        return (bit_count + 7) // 8
 
     @property
     def scratch_nbytes(self) -> int:
@@ -163,13 +168,16 @@ class BoxPiece(Value, frozen=True):
         The ranges lie there one behind the other, in C order of the outer axes.
         """
         chunk = self.ranges.chunk
+        # In scratch memory, every range starts at a whole byte. The offset of the element at index
+        # 0 is in bits, as the strides are.
         offset = self.ranges.first_bit % 8
         strides = list(chunk.strides)
         for axis in self.ranges.inner_axes:
             # The first element along a reversed axis is the last one in its range.
             if strides[axis] < 0:
                 offset -= (chunk.shape[axis] - 1) * strides[axis]
-        # Along the outer axes, the distances are now those between ranges in scratch memory.
+        # Along the last outer axis, the next element is in the next range. Along the others, it is
+        # as many ranges away as the axes after them have points.
         outer_stride = self.range_nbytes * 8
         for axis in reversed(self.ranges.outer_axes):
             strides[axis] = outer_stride
@@ -206,7 +214,7 @@ def read_boxes(
         The number of bytes that were read.
     """
     total_nbytes = 0
-    # Every group uses the same memory. New memory would cost as much time as the reading.
+    # Every group uses the same scratch memory. New memory would cost as much time as the reading.
     memory = np.empty(0, np.uint8)
     max_scratch_nbytes = policy.block_nbytes * threads
     for pieces in _group_pieces(_cut_requests(requests, policy), max_scratch_nbytes):
@@ -218,12 +226,14 @@ def read_boxes(
         read_nbytes = read_ranges(store, reads, threads=threads, policy=policy)
         total_nbytes += read_nbytes
 
+        # A piece that was read straight to its destination is finished, unless it has a checksum.
         tasks: list[Callable[[], None]] = []
         for piece, scratch in zip(pieces, scratches, strict=True):
             if scratch is not None or checks.has_storage(piece.ranges.chunk.storage):
                 tasks.append(partial(_finish_piece, piece, scratch, checks))
-        has_threads = read_nbytes >= INLINE_NBYTES
-        run_all(tasks, threads if has_threads else 1)
+        # Starting threads takes longer than copying a few bytes.
+        copy_threads = threads if read_nbytes >= INLINE_NBYTES else 1
+        run_all(tasks, copy_threads)
     return total_nbytes
 
 
@@ -246,9 +256,10 @@ def _finish_piece(piece: BoxPiece, scratch: np.ndarray | None, checks: StorageCh
     storage = piece.ranges.chunk.storage
     # A piece with several ranges skips bytes of its storage, so no checksum covers it.
     if not piece.ranges.outer_axes and checks.has_storage(storage):
-        data = memory_at(address_of(piece.destination), piece.range_nbytes)
         if scratch is not None:
             data = scratch.data
+        else:
+            data = memory_at(address_of(piece.destination), piece.range_nbytes)
         checks.add(storage, piece.find_starts().item(0), data)
     if scratch is not None:
         piece.copy_from_scratch(scratch)
@@ -270,6 +281,7 @@ def estimate_read_cost(requests: Sequence[Request], policy: JoinPolicy = MEMORY)
     read_count = 0
     read_nbytes = 0
     for pieces in _group_pieces(_cut_requests(requests, policy), policy.block_nbytes):
+        # Nothing is read, so no piece needs scratch memory.
         reads = _describe_ranges(pieces, [None] * len(pieces))
         ranges = Ranges(
             reads.keys, np.asarray(reads.files), np.asarray(reads.starts), np.asarray(reads.nbytes)
@@ -298,6 +310,7 @@ def _cut_requests(requests: Sequence[Request], policy: JoinPolicy) -> Iterator[B
                 continue
             for ranges in _cut_chunk(chunk, tensor.dtype, policy):
                 destination = request.out
+                # A tensor without dimensions cannot be sliced, and a whole one need not be.
                 if ranges.chunk.shape != tensor.shape:
                     destination = request.out[ranges.chunk.box.slices]
                 is_direct = _has_order_of_file(destination, ranges, tensor.dtype)
@@ -335,9 +348,12 @@ def _choose_cut(ranges: StridedRanges, block_bits: int) -> tuple[int, int]:
     strides = ranges.chunk.strides
     inner_axes = ranges.inner_axes
     if ranges.bit_count > block_bits and inner_axes:
-        # Cut the axis that makes the ranges too long.
+        # The ranges are too long. Cut the axis that spans the most bits.
         axis = max(inner_axes, key=lambda axis: abs(strides[axis]) * shape[axis])
-        elements_in_block = max(block_bits // max(abs(strides[axis]), 1), 1)
+        # The stride is 0 if the axis repeats one element, and may be larger than a block.
+        stride = max(abs(strides[axis]), 1)
+        elements_in_block = max(block_bits // stride, 1)
+        # The double negation rounds up.
         piece_count = -(-shape[axis] // elements_in_block)
         return axis, min(max(piece_count, 2), shape[axis])
 
@@ -347,6 +363,7 @@ def _choose_cut(ranges: StridedRanges, block_bits: int) -> tuple[int, int]:
             # the other in scratch memory. Every one of them becomes a piece.
             return axis, shape[axis]
 
+    # There are too many ranges, or all of them together are too long. Cut the longest stride.
     total_bits = ranges.count * ranges.bit_count
     if ranges.outer_axes and (ranges.count > MAX_RANGES or total_bits > block_bits):
         axis = ranges.outer_axes[0]
@@ -361,6 +378,7 @@ def _has_order_of_file(destination: np.ndarray, ranges: StridedRanges, dtype: DT
     is_swapped = chunk.storage.byteorder != "little" and dtype.swap_nbytes > 1
     if dtype.packed or is_swapped:
         return False
+    # Without gaps, the elements of a range have the strides of a C-contiguous array.
     inner_axes = ranges.inner_axes
     gapless_strides = c_strides([chunk.shape[axis] for axis in inner_axes], dtype.bits)
     for axis, stride in zip(inner_axes, gapless_strides, strict=True):
@@ -399,6 +417,7 @@ def _describe_ranges(
         pieces: The pieces.
         scratches: The scratch memory of each piece. None if it is read to its destination.
     """
+    # A file gets the next index when it occurs for the first time.
     file_indices: dict[str, int] = {}
     files: list[int] = []
     starts: list[Ints] = []
@@ -408,6 +427,7 @@ def _describe_ranges(
         files.append(file_indices.setdefault(key, len(file_indices)))
         starts.append(piece.find_starts())
         addresses.append(piece.find_addresses(scratch))
+    # The piece of each range.
     piece_indices = np.arange(len(pieces)).repeat([len(column) for column in starts])
     range_nbytes = np.array([piece.range_nbytes for piece in pieces], np.int64)
 

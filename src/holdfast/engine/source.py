@@ -75,17 +75,25 @@ class OpenSource:
             rules: How the tensors of rank files are placed, if the format does not record it.
         """
         profile = store.read_profile
+        if limits is None:
+            limits = DEFAULTS
+        # A remote store prefers a number of requests at the same time. A local store has 0.
+        is_remote = profile.request_count > 0
+        if not threads:
+            threads = profile.request_count if is_remote else DEFAULT_THREADS
+        if policy is None:
+            policy = REMOTE if is_remote else MEMORY
         self.store = store
         self.rules = tuple(rules)
-        self.limits = limits or DEFAULTS
-        self.threads = threads or profile.request_count or DEFAULT_THREADS
+        self.limits = limits
+        self.threads = threads
         self.mapped = mapped
         self.verify = verify
-        self.policy = policy or (REMOTE if profile.request_count else MEMORY)
+        self.policy = policy
         self.read_nbytes = 0
         """The bytes of tensors that were read so far."""
         self._is_in_memory = profile.is_in_memory
-        self._can_read_ahead = not (profile.request_count or profile.is_exact)
+        self._can_read_ahead = not (is_remote or profile.is_exact)
         """Whether more bytes of a file may be read than were requested."""
         self._head = NO_HEAD
         """The first bytes of the file that was read last."""
@@ -109,6 +117,14 @@ class OpenSource:
     def bytes(self, key: str, start: int, stop: int) -> bytes:
         """Read a small range of a file, such as a header or a pickle, on this thread.
 
+        Offsets may come from a damaged file. So ranges that do not lie inside of the file are left
+        to the store, which raises the error.
+
+        Args:
+            key: The file.
+            start: The first byte.
+            stop: The byte after the last one.
+
         Raises:
             Truncated: The file ends before `stop`.
         """
@@ -116,6 +132,7 @@ class OpenSource:
             content = self.store.map(key)
             if content is not None and 0 <= start <= stop <= content.nbytes:
                 return bytes(content[start:stop])
+        # Formats read several short ranges at the start of a file. One read gets all of them.
         if self._can_read_ahead and 0 <= start <= stop <= HEAD_NBYTES:
             head = self.read_head(key, HEAD_NBYTES)
             if stop <= len(head):
@@ -125,7 +142,10 @@ class OpenSource:
         return Content(out)
 
     def read_head(self, key: str, nbytes: int) -> Content:
-        """Return up to `nbytes` of the first bytes of a file. They are kept for the next call."""
+        """Return the first bytes of a file: `nbytes` of them, or all if the file is shorter.
+
+        The bytes are kept for the next call, because several formats check the same file in turn.
+        """
         if self._head.key != key or nbytes > self._head.requested_nbytes:
             requested_nbytes = nbytes
             if self._can_read_ahead:
@@ -142,6 +162,7 @@ class OpenSource:
         """
         file_ranges: list[FileRange | None] = []
         for request in requests:
+            # None means that the tensor or its array is not one contiguous range of bytes.
             file_range = None
             if request.out.flags.c_contiguous:
                 file_range = request.tensor.file_range()
@@ -165,6 +186,7 @@ class OpenSource:
             ranges = [file_range for file_range in file_ranges if file_range is not None]
             # One column for each field of the ranges.
             keys, starts, nbytes, crcs = zip(*ranges, strict=True)
+            # A file gets the next index when it occurs for the first time.
             file_indices: dict[str, int] = {}
             files = [file_indices.setdefault(key, len(file_indices)) for key in keys]
             addresses = [address_of(request.out) for request in range_requests]
@@ -215,7 +237,14 @@ class OpenSource:
         if not self.verify:
             crcs = (NO_CRC,) * len(crcs)
         reads = RangeReads(
-            keys, files, starts, nbytes, addresses, crcs, find_tensor_name, describe_damage
+            keys=keys,
+            files=files,
+            starts=starts,
+            nbytes=nbytes,
+            addresses=addresses,
+            crcs=crcs,
+            find_tensor_name=find_tensor_name,
+            describe_damage=describe_damage,
         )
         self.read_nbytes += read_ranges(self.store, reads, threads=self.threads, policy=self.policy)
 
@@ -230,7 +259,9 @@ class OpenSource:
         # Imported here because contiguous tensors do not need it.
         from holdfast.engine.checksums import StorageChecks, find_whole_storages
 
-        checks = StorageChecks(find_whole_storages(requests) if self.verify else {})
+        # Only storages that these requests read completely can be compared with their checksums.
+        checked_storages = find_whole_storages(requests) if self.verify else {}
+        checks = StorageChecks(checked_storages)
         self.read_boxes(requests, checks)
         checks.finish()
         for request in requests:
@@ -270,7 +301,7 @@ class OpenSource:
         """Read tensors into new arrays, in parallel."""
         file_ranges = [tensor.file_range() for tensor in tensors]
         # A tensor that is one range has as many bytes as its file stores. Only a limit below 1
-        # forbids that, and `empty` checks it.
+        # forbids that, and `LazyTensor.empty` checks it.
         needs_check = self.limits.expansion < 1
         arrays: list[np.ndarray] = []
         for tensor, file_range in zip(tensors, file_ranges, strict=True):
@@ -291,6 +322,8 @@ class OpenSource:
             make_tensor: Returns the lazy tensor of a request index. It is called for errors only.
         """
         request_indices = rows.request_indices
+        # A contiguous row has as many bytes as its file stores. Only a limit below 1 forbids that,
+        # and `arrays` checks it.
         if self.limits.expansion < 1:
             return self.arrays([make_tensor(index) for index in request_indices])
         arrays = list(map(np.empty, rows.shapes, rows.dtypes))
@@ -322,6 +355,7 @@ class OpenSource:
         """
         if not self.mapped or tensor.traits.conj or tensor.traits.neg or 0 in tensor.shape:
             return None
+        # A row of a table has a position, which is found without the chunks of the tensor.
         position: StridedPosition | Chunk
         if tensor.position is not None:
             position = tensor.position.strided_position()
@@ -329,6 +363,7 @@ class OpenSource:
             if len(tensor.chunks) != 1:
                 return None
             position = tensor.chunks[0]
+            # A chunk that is only a part of the tensor leaves other elements undefined.
             if position.shape != tensor.shape:
                 return None
 
@@ -340,6 +375,7 @@ class OpenSource:
         content = self.store.map(storage.key)
         if content is None:
             return None
+        # Positions are in bits. Elements that are not packed start at whole bytes.
         offset = storage.start + position.offset // 8
         byte_strides = [stride // 8 for stride in position.strides]
         return np.ndarray(tensor.shape, dtype.numpy, content, offset, byte_strides)
@@ -349,6 +385,7 @@ class OpenSource:
 
         Where the file records it, nothing is read. All other tensors are read in parallel.
         """
+        # Imported here because few programs compute checksums.
         from holdfast.engine.digest import compute_crcs
 
         return compute_crcs(tensors, threads=self.threads)

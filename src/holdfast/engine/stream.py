@@ -81,12 +81,13 @@ class CountingWriter(Value, frozen=True):
 
     def write(self, data: bytes | memoryview, /) -> object:
         """Write data, and report it."""
-        written = self.file.write(data)
-        if type(written) is int:
-            self.progress(written)
+        written_nbytes = self.file.write(data)
+        # A file that returns anything but a number has written all.
+        if type(written_nbytes) is int:
+            self.progress(written_nbytes)
         else:
             self.progress(memoryview(data).nbytes)
-        return written
+        return written_nbytes
 
     def flush(self) -> None:
         """Flush the file, if it can be flushed."""
@@ -154,10 +155,11 @@ def write_all(writer: Writer, data: bytes | memoryview) -> None:
     """
     remaining = memoryview(data)
     while remaining.nbytes:
-        written = writer.write(remaining)
-        if type(written) is not int or written >= remaining.nbytes:
+        written_nbytes = writer.write(remaining)
+        # A writer that returns anything but a number has written all.
+        if type(written_nbytes) is not int or written_nbytes >= remaining.nbytes:
             return
-        remaining = remaining[written:]
+        remaining = remaining[written_nbytes:]
 
 
 def _flush(writer: Writer) -> None:
@@ -192,19 +194,25 @@ def write_stream(
         SaveError: Data changed between the two times that it was read.
         Corrupted: Data is not what its source records.
     """
+    # A small file is put together in memory and written by one call.
     if plan.nbytes < GATHER_NBYTES:
         content, receipt = assemble_file(plan, known_crcs or {})
         write_all(file, content)
         _flush(file)
         return receipt.crcs
 
+    # The window is the number of remote blocks that are read ahead.
     remote_segments = [segment for segment in plan.segments if _is_remote(segment)]
     request_counts = [_count_requests(segment) for segment in remote_segments]
     preferred_count = max(request_counts, default=0)
-    window = max(1, min(preferred_count, max_requests or preferred_count))
+    if max_requests:
+        window = max(1, min(preferred_count, max_requests))
+    else:
+        window = max(1, preferred_count)
 
-    # If checksums stand before their data, they must be known before the data is written: as the
-    # source records them, or by reading the data once more.
+    # If checksums stand before their data, they must be known before the data is written. The
+    # source may record a checksum. All other data is read once for its checksum, and again below
+    # when it is written.
     expected_crcs: dict[str, int] = {}
     if _has_checksums_before_data(plan):
         for segment in plan.segments:
@@ -216,6 +224,7 @@ def write_stream(
             segment for segment in remote_segments if segment.label not in expected_crcs
         ]
         calls = _cut_remote_data(unknown_segments, block_nbytes)
+        # Closing the blocks waits for the reads that are still running, even after an error.
         with closing(_read_ahead(calls, window)) as blocks:
             expected_crcs |= _compute_crcs(plan, blocks, expected_crcs)
 
@@ -245,6 +254,7 @@ def _has_checksums_before_data(plan: FilePlan) -> bool:
     for segment in plan.segments:
         if isinstance(segment, Late):
             # This segment is made of the checksum of one label, or of all data of the plan.
+            # None means all data of the plan.
             if segment.needs is None or segment.needs not in labels_before:
                 has_unknown_checksum = True
         elif isinstance(segment, Data | Memory | Gathered):
@@ -260,7 +270,13 @@ def _has_checksums_before_data(plan: FilePlan) -> bool:
 def _compute_crcs(
     plan: FilePlan, remote_blocks: Iterator[memoryview], known_crcs: Mapping[str, int]
 ) -> dict[str, int]:
-    """Read all data whose checksum is not known, and return the checksums by label."""
+    """Read all data whose checksum is not known yet, and return the checksums by label.
+
+    Args:
+        plan: The planned file.
+        remote_blocks: The blocks of all remote data whose checksum is not known, in order.
+        known_crcs: The checksums of data that is not read.
+    """
     crcs: dict[str, int] = {}
     for segment in plan.segments:
         if isinstance(segment, Gathered):
@@ -315,6 +331,7 @@ def _write_segments(
                 crcs[segment.label] = _write_data(writer, segment, remote_blocks)
     writer.flush()
 
+    # Some checksums were written before their data was read. The data must still have them.
     for label, expected_crc in expected_crcs.items():
         if crcs[label] != expected_crc:
             # If the source records checksums, the error says that the source is damaged.
@@ -364,6 +381,7 @@ def _cut_remote_data(segments: Iterable[Data], block_nbytes: int) -> Iterator[Re
         if is_small:
             small_segments.append(segment)
             small_nbytes += segment.nbytes
+        # Blocks must come in the order of the file, so a large tensor ends a batch of small ones.
         if small_segments and (not is_small or small_nbytes >= GATHER_NBYTES):
             yield partial(_read_small_segments, small_segments)
             small_segments = []
@@ -383,10 +401,11 @@ def _read_large_block(label: str, block: ContiguousBlock) -> list[memoryview]:
 
 
 def _read_small_segments(segments: list[Data]) -> list[memoryview]:
-    """Read several small tensors together, each as one block. Empty ones have none."""
+    """Read several small tensors together, each as one block. Empty tensors have no block."""
     contents = read_small_tensors(segments)
     blocks: list[memoryview] = []
     for segment in segments:
+        # Tensors that cannot be read together with others are not in `contents`.
         if segment.label in contents:
             blocks.append(contents[segment.label])
         elif segment.nbytes:
@@ -402,7 +421,8 @@ def _read_ahead(calls: Iterable[ReadBlocks], window: int) -> Generator[memoryvie
             requested.
         window: How many calls run at the same time, each on a thread.
     """
-    # The calls are entered and left by hand, since their number is not known here.
+    # Each background call is a context. An `ExitStack` would keep the finished calls and their
+    # blocks until the end, so the contexts are entered and left by hand.
     running: deque[BackgroundCall[list[memoryview]]] = deque()
     try:
         for call in calls:

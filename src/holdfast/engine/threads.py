@@ -90,9 +90,9 @@ def run_reads(work: Iterable[Callable[[], None]], threads: int, *, stores: Itera
     If one of the stores must be read from front to back, as a stream, the tasks run one after the
     other on this thread. Otherwise this is `run_all`.
     """
-    sequential_stores = [
-        store for store in dict.fromkeys(stores) if store.read_profile.is_sequential
-    ]
+    # Each store occurs once, although many tasks may read from it.
+    distinct_stores = dict.fromkeys(stores)
+    sequential_stores = [store for store in distinct_stores if store.read_profile.is_sequential]
     if not sequential_stores:
         run_all(work, threads)
         return
@@ -119,9 +119,14 @@ class ThreadPool:
         self._helpers_stopped.acquire()
 
     def run(self, max_helpers: int) -> None:
-        """Run all tasks, and wait until every helper has stopped."""
+        """Run all tasks, and wait until every helper has stopped.
+
+        Args:
+            max_helpers: The most helper threads. The calling thread works as well.
+        """
         try:
             for _ in range(max_helpers):
+                # The helpers that run may have done all tasks, or the system may refuse a thread.
                 if self._is_over or start_thread(self._help, name="holdfast") is None:
                     break
             self._work()
@@ -132,6 +137,8 @@ class ThreadPool:
                 try:
                     with self._lock:
                         self._is_over = True
+                    # The last helper releases this lock. If Ctrl-C interrupts the wait, the loop
+                    # waits again.
                     while self._helper_count:
                         self._helpers_stopped.acquire()
                     break
@@ -157,6 +164,7 @@ class ThreadPool:
         self._work()
         with self._lock:
             self._helper_count -= 1
+            # Before the end, the caller is still working, and nobody waits.
             if self._is_over and not self._helper_count:
                 self._helpers_stopped.release()
 
@@ -208,6 +216,8 @@ class BackgroundCall(Generic[T]):
 
     def result(self) -> T:
         """Return what the function returned, or raise what it raised."""
+        # Usually the thread has begun to call the function, and this does nothing. If no thread
+        # could start, the function is called here.
         self._run()
         return self._future.result()
 
@@ -222,6 +232,7 @@ class BackgroundCall(Generic[T]):
         while True:
             # Ctrl-C raises KeyboardInterrupt here. It is raised again when the call has ended.
             try:
+                # A call that has begun cannot be canceled. `exception` waits until it has ended.
                 if not self._future.cancel():
                     self._future.exception()
                 break
@@ -239,7 +250,8 @@ class BackgroundCall(Generic[T]):
                 del interrupt
 
     def _run(self) -> None:
-        """Call the function, unless another thread has begun to."""
+        """Call the function, unless another thread has begun to, or the call was canceled."""
+        # The lock is never released, so only one thread can acquire it.
         if not self._start_lock.acquire(blocking=False):
             return
         try:
@@ -258,7 +270,7 @@ class Scratch(threading.local):
     _memory = memoryview(b"")
 
     def reserve(self, nbytes: int) -> memoryview:
-        """Return memory of this thread, with what the last block left in it."""
+        """Return memory of this thread. It still has the bytes of an earlier block."""
         if self._memory.nbytes < nbytes:
             self._memory = np.empty(nbytes, np.uint8).data
         return self._memory[:nbytes]
@@ -373,15 +385,19 @@ def plan_memory(
         preferred_nbytes = max(REMOTE_BLOCK_NBYTES, min_block_nbytes)
         max_block_nbytes = max(2 * MAX_BLOCK_NBYTES, min_block_nbytes)
 
+    # As many threads as the user wants, or as have memory for blocks of the preferred size.
     thread_count = threads or max(default_threads(processes), request_count)
     if threads is None:
         fitting_count = available_nbytes // (BLOCKS_PER_THREAD * preferred_nbytes)
         thread_count = max(1, min(thread_count, fitting_count))
+
+    # All blocks of all threads share the available memory.
     block_count = thread_count * BLOCKS_PER_THREAD
     block_nbytes = min(max_block_nbytes, available_nbytes // block_count)
 
     if block_nbytes < min_block_nbytes:
         needed_nbytes = block_count * min_block_nbytes
+        # Blocks of a remote store may use only half of the memory.
         if request_count:
             needed_nbytes *= 2
         needed_nbytes += BASE_NBYTES
