@@ -66,7 +66,7 @@ def compare_bytes(
     """Return for each pair of tensors whether they have the same dtype, shape and bytes.
 
     False does not mean that elements differ: tensors with strides, several chunks or another byte
-    order are not compared.
+    order are not compared here. The caller compares their elements one by one.
 
     Args:
         pairs: The pairs.
@@ -79,6 +79,7 @@ def compare_bytes(
     for pair_index, (a, b) in enumerate(pairs):
         has_same_kind = canonicalize(a.dtype, a.shape) == canonicalize(b.dtype, b.shape)
         if not has_same_kind or not a.size:
+            # Tensors without elements are equal if they have the same dtype and shape.
             are_equal.append(has_same_kind)
             continue
         place_a = find_contiguous_bytes(a)
@@ -90,9 +91,10 @@ def compare_bytes(
         group.pair_indices.append(pair_index)
         group.places_a.append((*place_a, a.nbytes))
         group.places_b.append((*place_b, b.nbytes))
-        # The result is not known yet. It is replaced below.
+        # This keeps a place for the result, which the second loop replaces.
         are_equal.append(True)
 
+    # Pairs of the same two stores are read together.
     for (store_a, store_b), group in groups.items():
         names_a = [pairs[pair_index][0].name for pair_index in group.pair_indices]
         names_b = [pairs[pair_index][1].name for pair_index in group.pair_indices]
@@ -122,7 +124,11 @@ def compare_ranges(
 
 
 def _cut_batches(ranges: Ranges) -> Iterator[_RangeBatch]:
-    """Cut long ranges into pieces, and group short neighbors."""
+    """Divide ranges into batches, which are compared by one task each.
+
+    A batch is a piece of a long range, or a group of short ranges that are neighbors in a file. It
+    has at most as many bytes as stay in the cache of a core.
+    """
     is_long = ranges.nbytes > SIDE.block_nbytes
     for range_index in np.flatnonzero(is_long).tolist():
         nbytes = ranges.nbytes.item(range_index)
@@ -130,10 +136,14 @@ def _cut_batches(ranges: Ranges) -> Iterator[_RangeBatch]:
             piece_nbytes = min(SIDE.block_nbytes, nbytes - start)
             yield _RangeBatch(np.array([range_index]), start, np.array([piece_nbytes]))
 
+    # Sort the short ranges by file and start, so that neighbors are in one batch.
     short_indices = np.flatnonzero((ranges.nbytes > 0) & ~is_long)
     order = np.lexsort((ranges.starts[short_indices], ranges.files[short_indices]))
     short_indices = short_indices[order]
     short_nbytes = ranges.nbytes[short_indices]
+
+    # `total_nbytes` is the size of all short ranges up to each one. So a batch ends before the first
+    # range that lies beyond the limit. A short range always fits, so no batch is empty.
     total_nbytes = short_nbytes.cumsum()
     first = 0
     nbytes_before = 0
@@ -150,7 +160,13 @@ class _RangeComparison:
     """The results of comparing ranges, while several threads compare batches of them."""
 
     def __init__(self, a: StoreRanges, b: StoreRanges, progress: Progress | None) -> None:
-        """Start with all ranges equal. For the arguments, see `compare_ranges`."""
+        """Start with all ranges equal, and no bytes compared.
+
+        Args:
+            a: The ranges of one side.
+            b: As many ranges of the other side, with the same lengths.
+            progress: Called with the bytes of both ranges of a pair, if they are equal.
+        """
         self.are_equal: Bools = np.ones(len(a.ranges), np.bool_)
         """For each range, whether no difference has been seen."""
         self._a = a
@@ -160,44 +176,51 @@ class _RangeComparison:
         self._lock = threading.Lock()
 
     def compare(self, batch: _RangeBatch) -> None:
-        """Read a batch from both sides and compare it."""
+        """Read a batch from both sides, and mark the ranges whose bytes differ."""
         # If another piece of a long range has differed, there is nothing left to find out.
-        is_open = self.are_equal[batch.range_indices]
-        if not is_open.any():
+        is_undecided = self.are_equal[batch.range_indices]
+        if not is_undecided.any():
             return
-        range_indices = batch.range_indices[is_open]
-        nbytes = batch.nbytes[is_open]
+        range_indices = batch.range_indices[is_undecided]
+        nbytes = batch.nbytes[is_undecided]
         bytes_a = _read_batch(self._a, range_indices, batch.piece_start, nbytes)
         bytes_b = _read_batch(self._b, range_indices, batch.piece_start, nbytes)
         has_difference: Bools = np.zeros(len(range_indices), np.bool_)
         if not np.array_equal(bytes_a, bytes_b):
+            # Find out which ranges have a different byte. This is rare, because most are equal.
             starts = nbytes.cumsum() - nbytes
             has_difference = np.logical_or.reduceat(bytes_a != bytes_b, starts)
 
+        # Other threads may compare other pieces of the same range. The lock makes sure that exactly
+        # one of them sees that no bytes remain, and reports the range.
         with self._lock:
             self.are_equal[range_indices[has_difference]] = False
             self._remaining_nbytes[range_indices] -= nbytes
             is_finished = self._remaining_nbytes[range_indices] == 0
             finished_equal = range_indices[self.are_equal[range_indices] & is_finished]
         if len(finished_equal) and self._progress is not None:
+            # Both sides were read, so the bytes count twice.
             self._progress(2 * int(self._a.ranges.nbytes[finished_equal].sum()))
 
 
 def _read_batch(side: StoreRanges, range_indices: Ints, start: int, nbytes: Ints) -> np.ndarray:
-    """Read ranges of one side, one after the other into one array.
+    """Read bytes of several ranges, one after the other into one array.
 
     Args:
-        side: The side.
-        range_indices: The ranges.
-        start: How many bytes of each range are skipped.
-        nbytes: How many bytes of each range are read after that.
+        side: The store and its ranges.
+        range_indices: The ranges to read.
+        start: How many bytes at the start of each range are skipped.
+        nbytes: How many bytes of each range are read after the skipped ones.
+
+    Returns:
+        The bytes of all ranges.
     """
     ranges = side.ranges
     starts = ranges.starts[range_indices] + start
     batch_ranges = Ranges(ranges.keys, ranges.files[range_indices], starts, nbytes)
-    return read_to_scratch(
-        side.store,
-        batch_ranges,
-        lambda batch_index: side.name(range_indices.item(batch_index)),
-        policy=SIDE,
-    )
+
+    def find_tensor_name(batch_index: int) -> str:
+        """Return the name of the tensor of a range of this batch, for errors."""
+        return side.name(range_indices.item(batch_index))
+
+    return read_to_scratch(side.store, batch_ranges, find_tensor_name, policy=SIDE)

@@ -46,10 +46,11 @@ def digest_file(
         nbytes: The length of the file. Only `git-sha1` needs it.
 
     Returns:
-        The digest after the name of its algorithm and a colon, and the bytes that were read.
+        The digest, such as `sha256:2cf2…`, and the number of bytes that were read.
     """
     state = _start_hash(algorithm)
     if algorithm == GIT_SHA1:
+        # Git hashes this header in front of the content, so it needs the length before the end.
         state.update(b"blob %d\0" % nbytes)
     offset = 0
     while block := read(BLOCK_NBYTES, offset):
@@ -61,8 +62,12 @@ def digest_file(
 
 
 def _start_hash(algorithm: str) -> HashState:
-    """Return a hash without any bytes, to which the blocks of a file are added."""
-    # Few callers need a hash, so its library is imported here.
+    """Return a new hash of this algorithm, to which the blocks of a file are added.
+
+    Args:
+        algorithm: `xxh3-128`, `sha256` or `git-sha1`. The callers have checked it.
+    """
+    # Most programs compute no digests, so the libraries are imported only here.
     if algorithm == "sha256":
         from hashlib import sha256
 
@@ -70,6 +75,7 @@ def _start_hash(algorithm: str) -> HashState:
     if algorithm == GIT_SHA1:
         from hashlib import sha1
 
+        # Git needs SHA-1, which some systems allow only for other purposes than security.
         return sha1(usedforsecurity=False)
     from xxhash import xxh3_128
 

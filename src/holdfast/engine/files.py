@@ -70,7 +70,8 @@ class ViewTable(Table):
         """Compute all columns. Python calls this for an attribute that does not exist yet."""
         if name not in COMPUTED_COLUMNS:
             raise AttributeError(f"a table has no {name!r}", name=name, obj=self)
-        table = tabulate(self.names, self._lazy_tensors or ())
+        assert self._lazy_tensors is not None  # the constructor sets them
+        table = tabulate(self.names, self._lazy_tensors)
         # Two threads may both get here. They compute equal columns.
         for column in COMPUTED_COLUMNS:
             setattr(self, column, getattr(table, column))
@@ -83,12 +84,23 @@ class ViewTable(Table):
 
 
 def tabulate(names: Sequence[str], tensors: Sequence[LazyTensor]) -> Table:
-    """Describe lazy tensors as the rows of a table, without reading any data."""
+    """Describe lazy tensors as the rows of a table, without reading any data.
+
+    A tensor that is one range of a file becomes a row over that range. All other tensors, such as
+    those with several chunks, become irregular rows, which keep the lazy tensor itself.
+
+    Args:
+        names: The names of the rows.
+        tensors: The tensor of each row.
+    """
+    # A row is irregular until the builder finds the storage of its tensor.
     builder = _TableBuilder(
         kind_indices=[0] * len(tensors), storage_indices=[IRREGULAR] * len(tensors)
     )
-    for row in builder.add_file_rows(tensors):
+    remaining_rows = builder.add_file_rows(tensors)
+    for row in remaining_rows:
         builder.add_row(row, tensors[row])
+
     if len(builder.first_storage_indices) == 1 and not builder.single_storages:
         # All tensors are rows of one open checkpoint, as they usually are.
         (storages,) = builder.first_storage_indices
@@ -179,7 +191,16 @@ class _TableBuilder(Struct):
         return remaining_indices
 
     def add_row(self, row: int, tensor: LazyTensor) -> None:
-        """Add any tensor, as a row over one range of a file if it is one, else as irregular row."""
+        """Add a tensor that is not a row of an open checkpoint.
+
+        A tensor that is one range of a file becomes a row over its storage. Any other tensor
+        becomes an irregular row.
+
+        Args:
+            row: The index of the tensor in the new table.
+            tensor: The tensor. The caller keeps it alive.
+        """
+        # A kind is what all tensors of one layout share: its key is all that the kind depends on.
         # Dtypes and traits are compared by identity, which is faster. The tensors keep them alive,
         # so no two of them have the same id. Equal ones are nearly always the same object.
         kind_key: object = (id(tensor.dtype), tensor.shape, id(tensor.traits))
@@ -196,11 +217,14 @@ class _TableBuilder(Struct):
                 storage.byteorder,
                 storage.location,
             )
-            # Tensors without bytes have nothing to share, so each gets a storage of its own.
+            # Tied tensors have equal storages, and share an index. Tensors without bytes have
+            # nothing to share, so each gets a storage of its own, with its row as key.
             storage_key: object = storage if storage.nbytes else row
-            next_index = self.column_count + len(self.single_storages)
-            single = self.single_storages.setdefault(storage_key, (next_index, storage, tensor))
-            self.storage_indices[row] = single[0]
+            new_index = self.column_count + len(self.single_storages)
+            storage_index, _, _ = self.single_storages.setdefault(
+                storage_key, (new_index, storage, tensor)
+            )
+            self.storage_indices[row] = storage_index
             if position.offset:
                 self.offsets[row] = position.offset
 
@@ -214,7 +238,11 @@ class _TableBuilder(Struct):
         self.kind_indices[row] = self.kind_index_by_key[kind_key]
 
     def join_storages(self) -> FileStorages:
-        """Return the storages of all rows, after all of them have been added."""
+        """Return the storages of all rows as one object, after all rows have been added.
+
+        The storages of open checkpoints come first, followed by those that were collected one by
+        one. The indices that the rows already have count in this order.
+        """
         members = [*self.first_storage_indices]
         if self.single_storages:
             singles = [(storage, tensor) for _, storage, tensor in self.single_storages.values()]
@@ -226,7 +254,8 @@ class _TableBuilder(Struct):
 
         joined = JoinedStorages(members)
         if self.single_storages:
-            # Rows of an open checkpoint may use the same ranges. Such tensors share a storage.
+            # A storage that was collected may be one of an open checkpoint. The rows of both must
+            # have the same index, because that is how tied tensors are recognized.
             same_storages = joined.find_duplicates(self.column_count)
             self.storage_indices = [
                 same_storages.get(index, index) for index in self.storage_indices
@@ -242,33 +271,43 @@ def _locate_in_file(tensor: LazyTensor) -> StridedPosition | None:
         claims a position so large that arithmetic with 64 bits could overflow.
     """
     position = tensor.strided_position()
-    # Subclasses of `Storage` find out where they lie when they are asked.
+    # A subclass of `Storage` locates its bytes when its start is first used. That may need a read,
+    # so such a tensor stays irregular.
     if position is None or type(position.storage) is not Storage:
         return None
     storage = position.storage
     is_addressable = (
         0 <= storage.start < MAX_FILE_OFFSET
         and storage.nbytes < MAX_FILE_OFFSET
+        # The offset is counted in bits.
         and 0 <= position.offset <= 8 * storage.nbytes
         and tensor.nbytes < MAX_FILE_OFFSET
     )
-    return position if is_addressable else None
+    if not is_addressable:
+        return None
+    return position
 
 
 def _collect_storages(singles: Sequence[tuple[Storage, LazyTensor]]) -> FileStorages:
-    """Describe storages as columns, each with a tensor that it is named after."""
+    """Describe storages as columns.
+
+    Args:
+        singles: Each storage with a tensor over it. The tensor gives the storage its name.
+    """
     files: list[StoredFile] = []
-    file_index: dict[tuple[int, int, str], int] = {}
-    rows: list[tuple[int, int, int, int]] = []
+    file_index_by_key: dict[tuple[int, int, str], int] = {}
+    storage_rows: list[tuple[int, int, int, int]] = []
     for storage, tensor in singles:
+        # Files are the same if the objects that read them are the same. `files` keeps these objects
+        # alive, so that no other object gets the same id.
         file_key = (id(tensor.source), id(storage.home), storage.key)
-        if file_key not in file_index:
-            file_index[file_key] = len(files)
+        if file_key not in file_index_by_key:
+            file_index_by_key[file_key] = len(files)
             files.append(StoredFile(tensor.source, storage.key, storage.home))
         crc = NO_CRC if storage.crc32 is None else storage.crc32
-        rows.append((file_index[file_key], storage.start, storage.nbytes, crc))
+        storage_rows.append((file_index_by_key[file_key], storage.start, storage.nbytes, crc))
 
-    columns = np.array(rows, np.int64).reshape(-1, 4).T
+    columns = np.array(storage_rows, np.int64).reshape(-1, 4).T
     names = [tensor.name for _, tensor in singles]
     labels = [storage.label for storage, _ in singles]
     return FileStorages(files, *columns, names=names, labels=labels)
@@ -295,7 +334,10 @@ class FileRow(Value, frozen=True, eq=False):
         storages = self.storages
         file = storages.files[storages.file_indices.item(self.storage_index)]
         start = storages.starts.item(self.storage_index) + self.offset // 8
-        crc = storages.crcs.item(self.storage_index) if self.kind.is_whole else NO_CRC
+        crc = NO_CRC
+        if self.kind.is_whole:
+            # The checksum of a storage is that of all its bytes, and says nothing about fewer.
+            crc = storages.crcs.item(self.storage_index)
         return FileRange(file.key, start, self.kind.nbytes, crc)
 
 
@@ -341,21 +383,23 @@ class FileStorages(FileColumns):
     def with_names(self, names: Sequence[str], rows: Ints, storage_indices: Ints) -> FileStorages:
         """Return these storages, named after the tensors of another table.
 
+        Errors use these names. A storage of several tensors is named after the first of them.
+
         Args:
-            names: The names of the tensors.
-            rows: Positions in `names`.
-            storage_indices: The storage of each of these tensors. The first tensor of a storage
-                gives it its name.
+            names: The names of all tensors of the table.
+            rows: The rows of the tensors over these storages, as positions in `names`.
+            storage_indices: The index of the storage of each of these rows.
         """
         renamed = copy.copy(self)
         count = len(self.starts)
         if len(rows) == len(names) == count and (storage_indices == rows).all():
-            # Each tensor has the storage with its own index.
+            # Each tensor has the storage with its own index, so no list has to be built.
             renamed.names = names
             return renamed
         storage_names = [""] * count
-        for row, index in zip(rows.tolist(), storage_indices.tolist(), strict=True):
-            storage_names[index] = storage_names[index] or names[row]
+        for row, storage_index in zip(rows.tolist(), storage_indices.tolist(), strict=True):
+            if not storage_names[storage_index]:
+                storage_names[storage_index] = names[row]
         renamed.names = storage_names
         return renamed
 
@@ -365,7 +409,12 @@ class FileStorages(FileColumns):
         return tuple(dict.fromkeys(file.source.store for file in self.files))
 
     def storage(self, storage_index: int, kind: RowKind) -> Storage:
-        """Return a storage as an object, for tensors of a kind."""
+        """Return a storage as an object.
+
+        Args:
+            storage_index: The index of the storage.
+            kind: The kind of the tensors over it, which has their byte order and their device.
+        """
         file = self.files[self.file_indices.item(storage_index)]
         crc = self.crcs.item(storage_index)
         return Storage(
@@ -382,20 +431,34 @@ class FileStorages(FileColumns):
     def lazy_tensor(
         self, storage_index: int, kind: RowKind, name: str, offset: int = 0
     ) -> LazyTensor:
-        """Return a tensor of a kind whose first element lies at this bit of a storage."""
+        """Return a tensor over a storage.
+
+        Args:
+            storage_index: The index of the storage.
+            kind: The dtype, shape and layout of the tensor.
+            name: The name of the tensor.
+            offset: The bit of the storage where the first element lies.
+        """
         source = self.files[self.file_indices.item(storage_index)].source
+        # The tensor has no chunks yet. It builds them from its position when they are needed.
         position = FileRow(self, storage_index, kind, offset)
         return LazyTensor(name, kind.dtype, kind.shape, (), source, kind.traits, position)
 
     def read(self, storage_indices: Sequence[int]) -> list[memoryview]:
-        """Read whole storages, and compare their checksums."""
+        """Read whole storages, compare their checksums, and return the bytes of each."""
         indices = np.array(storage_indices, np.int64)
         return self._read_file_ranges(indices, self.starts[indices], self.nbytes[indices])
 
     def read_ranges(
         self, storage_indices: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
     ) -> list[memoryview]:
-        """Read a range of each of these storages. The starts are counted from the storages."""
+        """Read a range of each of these storages, and return the bytes of each range.
+
+        Args:
+            storage_indices: The storage of each range.
+            starts: The first byte of each range in its storage.
+            nbytes: The length of each range.
+        """
         indices = np.array(storage_indices, np.int64)
         file_starts = self.starts[indices] + np.array(starts, np.int64)
         return self._read_file_ranges(indices, file_starts, np.array(nbytes, np.int64))
@@ -410,17 +473,24 @@ class FileStorages(FileColumns):
             starts: The first byte of each range in its file.
             nbytes: The length of each range.
 
+        Returns:
+            The bytes of each range.
+
         Raises:
             Corrupted: A storage that was read completely does not have its recorded checksum.
         """
+        # Sort the ranges by file and start. Empty ranges keep the empty content.
         contents: list[memoryview] = [memoryview(b"")] * len(storage_indices)
         file_indices = self.file_indices[storage_indices]
         order = np.lexsort((starts, file_indices))
         order = order[nbytes[order] > 0]
+
         file_edges = np.flatnonzero(np.diff(file_indices[order])) + 1
         for positions in np.split(order, file_edges):
             if not len(positions):
+                # `np.split` returns one empty array if there are no ranges.
                 continue
+            # `coalesce` returns where each group of neighbors begins.
             stops = starts[positions] + nbytes[positions]
             first_positions = coalesce(starts[positions], stops, MEMORY).tolist()
             for first, last in pairwise([*first_positions, len(positions)]):
@@ -431,7 +501,7 @@ class FileStorages(FileColumns):
                 for position, content in zip(group.tolist(), group_contents, strict=True):
                     contents[position] = content
 
-        # The checksum of a storage says nothing about a range of it.
+        # The checksum of a storage says nothing about a range that is only a part of it.
         is_complete = nbytes == self.nbytes[storage_indices]
         recorded_crcs = np.where(is_complete, self.crcs[storage_indices], NO_CRC)
         if (recorded_crcs != NO_CRC).any():
@@ -445,16 +515,21 @@ class FileStorages(FileColumns):
     def _read_neighbors(
         self, storage_indices: Ints, starts: Ints, nbytes: Ints
     ) -> list[memoryview]:
-        """Read neighboring ranges of one file by one call, and return the bytes of each."""
+        """Read neighboring ranges of one file by one call, and return the bytes of each.
+
+        Args:
+            storage_indices: The storage of each range, for the file and for errors.
+            starts: The first byte of each range in the file, in ascending order.
+            nbytes: The length of each range.
+        """
         file = self.files[self.file_indices.item(storage_indices.item(0))]
         data_start = starts.item(0)
         data_stop = (starts + nbytes).max().item()
         data = np.empty(data_stop - data_start, np.uint8).data
-        offsets = (starts - data_start).tolist()
-        contents = [
-            data[offset : offset + count]
-            for offset, count in zip(offsets, nbytes.tolist(), strict=True)
-        ]
+        # The contents are views of `data`. So they are filled by the read below.
+        contents: list[memoryview] = []
+        for start, count in zip((starts - data_start).tolist(), nbytes.tolist(), strict=True):
+            contents.append(data[start : start + count])
         try:
             file.source.store.read(file.key, data_start, data)
         except HoldfastError:
@@ -466,7 +541,13 @@ class FileStorages(FileColumns):
         return contents
 
     def _build_corrupted_error(self, storage_index: int, expected: int, found: int) -> Corrupted:
-        """Return the error for a storage whose bytes have another checksum than recorded."""
+        """Return the error for a storage whose bytes do not have the recorded checksum.
+
+        Args:
+            storage_index: The index of the storage.
+            expected: The recorded checksum.
+            found: The checksum of the bytes that were read.
+        """
         return Corrupted(
             "the source does not have the checksum that it records: it changed after it was "
             "written; get it again",
@@ -479,11 +560,13 @@ class FileStorages(FileColumns):
 
     def segment(self, storage_index: int, label: str) -> Data | bytes:
         """Return the bytes of a storage as a segment of a save plan; `b""` if there are none."""
-        from holdfast.engine.saves import Data  # for saving
+        # Imported here because only saves need it.
+        from holdfast.engine.saves import Data
 
         nbytes = self.nbytes.item(storage_index)
         if not nbytes:
             return b""
+        # A storage can have elements of any dtype, so it is written as a tensor of its bytes.
         kind = RowKind.from_shape(UINT8, (nbytes,))
         return Data(self.lazy_tensor(storage_index, kind, self.names[storage_index]), label)
 
@@ -494,16 +577,18 @@ class JoinedStorages(FileStorages):
     def __init__(self, members: Sequence[FileStorages]) -> None:
         """Join the columns of several `FileStorages`. A file of several members is listed once."""
         files: list[StoredFile] = []
-        file_index: dict[tuple[int, int, str], int] = {}
+        file_index_by_key: dict[tuple[int, int, str], int] = {}
         file_columns: list[Ints] = []
         for member in members:
+            # The index in `files` of each file of this member.
             member_files: list[int] = []
             for file in member.files:
+                # `files` keeps the source and the store alive, so their ids stay unique.
                 file_key = (id(file.source), id(file.store), file.key)
-                if file_key not in file_index:
-                    file_index[file_key] = len(files)
+                if file_key not in file_index_by_key:
+                    file_index_by_key[file_key] = len(files)
                     files.append(file)
-                member_files.append(file_index[file_key])
+                member_files.append(file_index_by_key[file_key])
             file_columns.append(np.array(member_files, np.int64)[member.file_indices])
 
         names: list[str] = []
@@ -522,20 +607,22 @@ class JoinedStorages(FileStorages):
         )
 
     def find_duplicates(self, first: int) -> dict[int, int]:
-        """Find storages that are equal to another one.
+        """Find storages that are equal to a storage of an earlier member.
 
         Args:
-            first: The index from which on storages are looked up.
+            first: The index of the first storage that is compared with those before it.
 
         Returns:
-            The index of an equal storage before `first`, by the index of a storage from there on.
+            For each storage from `first` on that has an equal storage before `first`, the index of
+            that equal storage.
         """
+        # Usually no two storages have the same start, and nothing else has to be compared.
         candidates = np.flatnonzero(np.isin(self.starts[:first], self.starts[first:]))
         if not len(candidates):
             return {}
 
         def list_ranges(storage_indices: Ints) -> Iterator[tuple[int, ...]]:
-            """Return the file, start, length and checksum of each of these storages."""
+            """Yield the file, start, length and checksum of each of these storages."""
             columns = (self.file_indices, self.starts, self.nbytes, self.crcs)
             return zip(*(column[storage_indices].tolist() for column in columns), strict=True)
 

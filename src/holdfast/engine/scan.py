@@ -94,8 +94,9 @@ def cut_elements(count: int, block_count: int = BLOCK_ELEMENTS) -> Iterator[tupl
 
 
 def find_first_index(tensor: LazyTensor, block: ElementBlock) -> int:
-    """Return the index in C order of the first element of a block."""
+    """Return the index in the C order of a tensor of the first element of a block."""
     if isinstance(block, Box):
+        # A rectangle of the tensor as a matrix: its first axis, by all other axes.
         top, left = block.start
         _, column_count = matrix_shape(tensor.shape)
         return top * column_count + left
@@ -103,19 +104,32 @@ def find_first_index(tensor: LazyTensor, block: ElementBlock) -> int:
 
 
 def read_elements(tensor: LazyTensor, start: int, stop: int) -> np.ndarray:
-    """Read elements in C order, as a 1-D array of a type that numpy can compute with."""
+    """Read the elements [start, stop) of a tensor in C order.
+
+    Returns:
+        A 1-D array of a type that numpy can compute with.
+    """
     if tensor.dtype.name != FLOAT4_PAIRS:
         return view_as_numbers(tensor, read_flat_elements(tensor, start, stop))
-    # Each byte has two of these elements.
+    # Each byte has two of these elements, so whole bytes are read: `stop // 2` is rounded up.
     pairs = read_flat_elements(tensor, start // 2, -(-stop // 2))
+    numbers = view_as_numbers(tensor, pairs)
+    # An odd start is the second element of its byte.
     first = start % 2
-    return view_as_numbers(tensor, pairs)[first : first + stop - start]
+    return numbers[first : first + stop - start]
 
 
 def read_block(tensor: LazyTensor, block: ElementBlock) -> np.ndarray:
-    """Read a block, as an array of one dimension, or of two for a rectangle."""
+    """Read a block of a tensor.
+
+    Returns:
+        An array of one dimension for a range of elements, of two dimensions for a rectangle.
+    """
     if not isinstance(block, Box):
-        return read_flat_elements(tensor, *block)
+        start, stop = block
+        return read_flat_elements(tensor, start, stop)
+
+    # Each row of the rectangle is a range of elements in C order.
     top, left = block.start
     bottom, right = block.stop
     _, column_count = matrix_shape(tensor.shape)
@@ -134,6 +148,7 @@ def compare_block(a: LazyTensor, b: LazyTensor, start: int, stop: int) -> Tally:
     elements_a = read_elements(a, start, stop)
     elements_b = read_elements(b, start, stop)
     with computing():
+        # Elements of one type can be compared as bits, which is faster than as numbers.
         same_bits = element_dtype(a) is element_dtype(b)
         return compare_elements(elements_a, elements_b, same_bits=same_bits, start=start)
 
@@ -148,7 +163,9 @@ def scan(
 ) -> list[T]:
     """Pass the blocks of each tensor to an accumulator, and return the results.
 
-    Booleans are passed as bytes of 0 and 1.
+    Every byte is read once, by several threads. Blocks of a tensor that is one range of a file are
+    ranges as well, and small neighbors are read together. The source of the tensor reads all other
+    blocks. Booleans are passed as bytes of 0 and 1.
 
     Args:
         tensors: The tensors.
@@ -163,6 +180,7 @@ def scan(
     """
     scan_state = _ScanState(tensors, make, progress)
     tasks: list[Callable[[], None]] = []
+    # For each store and range of a file, the blocks that have these bytes.
     file_blocks: dict[Store, dict[FileRange, list[FileBlock]]] = {}
     for tensor_index, tensor in enumerate(tensors):
         if cut is None:
@@ -176,6 +194,7 @@ def scan(
         if tensor_range is None or has_rectangles:
             tasks += [partial(scan_state.read, tensor_index, block) for block in blocks]
             continue
+
         key, tensor_start, _, crc = tensor_range
         is_verified = isinstance(tensor.source, OpenSource) and tensor.source.verify
         itemsize = tensor.dtype.bits // 8
@@ -184,6 +203,7 @@ def scan(
         for block in blocks:
             start, stop = cast("tuple[int, int]", block)
             block_range = (key, tensor_start + start * itemsize, (stop - start) * itemsize)
+            # The file records a checksum of the whole tensor, which says nothing about a part of it.
             is_whole = stop - start == tensor.size
             block_crc = crc if is_verified and is_whole else NO_CRC
             file_block = FileBlock(tensor_index, (start, stop), block_crc)
@@ -199,7 +219,12 @@ def scan(
 
 
 def _group_neighbors(store: Store, ranges: Iterable[FileRange]) -> Iterator[list[FileRange]]:
-    """Sort ranges of files, and yield groups of small neighbors that are read together."""
+    """Sort ranges of files, and yield groups of small neighbors that are read together.
+
+    A group has at most as many bytes as a block of the join policy. A larger range is a group of
+    its own.
+    """
+    # Each request to a remote store takes long, so its groups are larger.
     policy = REMOTE if store.read_profile.request_count else LOCAL
     group: list[FileRange] = []
     group_nbytes = 0
@@ -224,7 +249,13 @@ class _ScanState(Generic[T]):
         make: Callable[[int], Accumulator[T]],
         progress: Progress | None,
     ) -> None:
-        """Start without accumulators. For the arguments, see `scan`."""
+        """Start without accumulators. The caller fills `remaining_blocks` before the first block.
+
+        Args:
+            tensors: See `scan`.
+            make: See `scan`.
+            progress: See `scan`.
+        """
         self.tensors = tensors
         self.remaining_blocks: list[int] = []
         """How many blocks of each tensor have not been processed."""
@@ -260,6 +291,7 @@ class _ScanState(Generic[T]):
             return self.tensors[first_block.tensor_index].name
 
         policy = REMOTE if store.read_profile.request_count else LOCAL
+        # The ranges are one behind the other in `data`.
         data = read_to_scratch(store, Ranges.from_tuples(ranges), find_tensor_name, policy=policy)
         stop = 0
         for (_, _, nbytes), blocks in zip(ranges, range_blocks, strict=True):
@@ -267,11 +299,13 @@ class _ScanState(Generic[T]):
             stop += nbytes
             content = data[start:stop]
             if start % WIDEST_NBYTES != 0:
-                # Elements must be aligned to their size, and the ranges before have any length.
+                # numpy needs elements that are aligned to their size. The ranges before this one
+                # can have any length, so its content may start anywhere. A copy is aligned.
                 content = content.copy()
             for block in blocks:
                 tensor = self.tensors[block.tensor_index]
                 if block.crc != NO_CRC:
+                    # The block is the whole tensor, which is all of its only storage.
                     crc = crc32(content.data)
                     if crc != block.crc:
                         raise build_damage_error(tensor.storages[0], tensor.name, crc)
@@ -280,13 +314,23 @@ class _ScanState(Generic[T]):
                     self._process(block.tensor_index, block.elements, values)
 
     def _process(self, tensor_index: int, block: ElementBlock, values: np.ndarray) -> None:
-        """Pass a block to the accumulator of its tensor. After the last block, get the result."""
+        """Pass a block to the accumulator of its tensor.
+
+        The last block of a tensor also asks the accumulator for its result and frees it, so that
+        only tensors with blocks under way take memory.
+
+        Args:
+            tensor_index: The index of the tensor.
+            block: Which elements of the tensor the block has.
+            values: The elements.
+        """
         tensor = self.tensors[tensor_index]
         if values.dtype == np.bool_:
             values = values.view(np.uint8)
         accumulator = self._accumulators.get(tensor_index)
         if accumulator is None:
-            # Two threads may both get here. `setdefault` keeps the first accumulator.
+            # Two threads may both get here. `setdefault` returns the accumulator of the first one
+            # to both.
             new_accumulator = self._make(tensor_index)
             accumulator = self._accumulators.setdefault(tensor_index, new_accumulator)
         with computing():
@@ -302,6 +346,7 @@ class _ScanState(Generic[T]):
 
     def list_results(self) -> list[T]:
         """Return the result of each tensor, after all blocks have been processed."""
+        # A tensor without blocks, such as an empty one, has no result yet.
         for tensor_index in range(len(self.tensors)):
             if tensor_index not in self._results:
                 self._results[tensor_index] = self._make(tensor_index).result()
