@@ -37,7 +37,7 @@ ROOM_TOKENS = {
     "cli": 24570,
     "core": 48100,
     "engine": 39100,
-    "engine/commit": 8150,
+    "engine/commit": 8250,
     "engine/targets": 14325,
     "extras": 230,
     "extras/maps": 12468,

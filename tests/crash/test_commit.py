@@ -787,6 +787,45 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, make: object, lat
     assert len(names(tmp_path / "model")) == 1
 
 
+def test_a_refusal_names_five_foreign_entries_and_counts_the_others(tmp_path: Path):
+    (tmp_path / "model" / "inner").mkdir(parents=True)
+    for number in range(6):
+        (tmp_path / "model" / f"notes{number}").touch()
+
+    with pytest.raises(NotCommitted) as caught:
+        put_directory(tmp_path / "model", a=b"new")
+
+    assert "(the directory 'inner', 'notes0', 'notes1', 'notes2', 'notes3' and 2 more)" in str(
+        caught.value
+    )
+
+
+class WithoutLinks(Files):
+    """Refuses to link a file, and replaces the file of the base before it is copied."""
+
+    def link(self, name: str, new_name: str, *, dir_fd: int, source_dir_fd: int | None = None):
+        os.rename("replacement", name, src_dir_fd=source_dir_fd, dst_dir_fd=source_dir_fd)
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+
+def test_a_file_of_the_base_that_was_replaced_before_its_copy_is_refused(tmp_path: Path):
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "a").write_bytes(b"old")
+    (base / "replacement").write_bytes(b"new")
+    base_dir_fd = os.open(base, os.O_RDONLY)
+    try:
+        with (
+            pytest.raises(NotCommitted, match="the base changed") as caught,
+            DirectoryTransaction(tmp_path / "model", files=WithoutLinks()) as transaction,
+        ):
+            transaction.link_from_base("a", 3, base_dir_fd=base_dir_fd)
+    finally:
+        os.close(base_dir_fd)
+    assert caught.value.errno == errno.ESTALE
+    assert names(tmp_path) == ["base"]
+
+
 def test_an_existing_directory_stays_without_overwrite(tmp_path: Path):
     (tmp_path / "model").mkdir()
     with pytest.raises(NotCommitted) as caught, DirectoryTransaction(tmp_path / "model"):
@@ -883,6 +922,67 @@ def test_an_interrupt_around_the_visible_step(tmp_path: Path, call: str, after: 
         assert names(tmp_path) == ["model"]
         new = after and (call == "exchange" or which == 2)
         assert content(tmp_path / "model") == {"a": b"new" if new else b"old"}
+
+
+class InterruptedRemoval(Files):
+    """Raises an interrupt when a save that is given up removes its temporary."""
+
+    def unlink(self, name: str, *, dir_fd: int) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", [FileTransaction, DirectoryTransaction])
+def test_an_interrupted_clean_up_keeps_no_descriptor_and_no_lock(
+    tmp_path: Path, kind: type[FileTransaction | DirectoryTransaction]
+):
+    descriptors_before = os.listdir("/proc/self/fd")
+    with (
+        pytest.raises(KeyboardInterrupt),
+        kind(tmp_path / "model", files=InterruptedRemoval()) as t,
+    ):
+        if isinstance(t, DirectoryTransaction):
+            t.create("a")
+    assert os.listdir("/proc/self/fd") == descriptors_before
+
+    # The next save can lock what was left, and removes it.
+    assert len(names(tmp_path)) == 1
+    if kind is FileTransaction:
+        put(tmp_path / "model")
+    else:
+        put_directory(tmp_path / "model", a=b"new")
+    assert names(tmp_path) == ["model"]
+
+
+class LosesToCleaner(Files):
+    """Cannot lock its temporary, because a cleaner has it. Closing it reports an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.created: int | None = None
+        self.close_count = 0
+
+    def create(self, name: str, *, dir_fd: int, private: bool = False) -> int:
+        self.created = super().create(name, dir_fd=dir_fd, private=private)
+        return self.created
+
+    def lock(self, descriptor: int) -> bool:
+        return descriptor != self.created and super().lock(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        if descriptor != self.created:
+            super().close(descriptor)
+            return
+        self.close_count += 1
+        if self.close_count == 1:
+            super().close(descriptor)
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_temporary_that_a_cleaner_took_is_closed_once(tmp_path: Path):
+    files = LosesToCleaner()
+    with pytest.raises(NotCommitted):
+        put(tmp_path / "model", files=files)
+    assert files.close_count == 1
 
 
 # Recovery.

@@ -17,7 +17,7 @@ from holdfast.core.runtime import make_fork_safe, start_thread
 from holdfast.engine.commit.target import explain_failure
 from holdfast.engine.commit.temporaries import wait_for_room
 from holdfast.errors import NotCommitted
-from holdfast.stores.files import Buffer, Files, copy_all, write_all
+from holdfast.stores.files import Buffer, FileEntry, Files, copy_all, write_all
 
 FULL_DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -42,28 +42,32 @@ class Writeback:
     def add_written(self, offset: int, nbytes: int) -> None:
         """Record that a range of the file was written.
 
-        Bytes that are written twice count twice. Then the disk is asked too early for a block,
-        which does no harm.
+        The file is divided into blocks of `WRITEBACK_NBYTES`. Those that the range completes are
+        queued for the thread, which starts with the first of them. Bytes that are written twice
+        count twice. Then the disk is asked too early for a block, which does no harm.
         """
         stop = offset + nbytes
         with self._condition:
             if self._has_ended:
                 return
+            # Count the bytes of the range in each block that it touches.
             while offset < stop:
                 block_index = offset // WRITEBACK_NBYTES
-                block_stop = min((block_index + 1) * WRITEBACK_NBYTES, stop)
+                range_stop = min((block_index + 1) * WRITEBACK_NBYTES, stop)
                 nbytes_before = self._written_nbytes.get(block_index, 0)
-                nbytes_now = nbytes_before + block_stop - offset
+                nbytes_now = nbytes_before + range_stop - offset
                 self._written_nbytes[block_index] = nbytes_now
+                # True only for the range that completes the block, so each block is queued once.
                 if nbytes_before < WRITEBACK_NBYTES <= nbytes_now:
                     self._complete_blocks.append(block_index)
-                offset = block_stop
+                offset = range_stop
 
             if not self._complete_blocks:
                 return
             if self._thread is None:
                 self._thread = start_thread(self._run, name="holdfast-writeback", daemon=True)
-                # If no thread can start, the fsync does all the work.
+                # `start_thread` returns None if no thread can start. Then the fsync does all the
+                # work.
                 self._has_ended = self._thread is None
             self._condition.notify()
 
@@ -82,7 +86,7 @@ class Writeback:
             self._thread = None
 
     def _run(self) -> None:
-        """Ask for complete blocks until `end` is called. This is the body of the thread."""
+        """Ask the disk to write complete blocks until `end` is called. The thread runs this."""
         while True:
             with self._condition:
                 while not self._complete_blocks and not self._has_ended:
@@ -90,7 +94,8 @@ class Writeback:
                 if self._has_ended:
                     return
                 block_index = self._complete_blocks.pop(0)
-            # If the disk has failed, the fsync reports it.
+            # The call is made without the lock, because it waits while the disk is busy. If the disk
+            # has failed, the fsync reports it.
             with suppress(OSError):
                 offset = block_index * WRITEBACK_NBYTES
                 self._files.begin_sync(self._descriptor, offset, WRITEBACK_NBYTES)
@@ -125,7 +130,10 @@ class NewFile:
         self._writeback: Writeback | None = None
 
     def begin_writeback(self) -> None:
-        """Let the disk begin with blocks that are written from now on, if the file is durable."""
+        """Let the disk begin with blocks that are written from now on, if the file is durable.
+
+        A file that is not durable has no fsync at its end whose wait this would shorten.
+        """
         if self._durable:
             self._writeback = Writeback(self._files, self.descriptor)
 
@@ -183,6 +191,7 @@ class NewFile:
         second fsync.
         """
         if self._writeback is not None:
+            # The fsync writes the blocks that are left, and the file may be closed after it.
             self._writeback.end()
         try:
             self._files.sync(self.descriptor)
@@ -195,6 +204,8 @@ class NewFile:
             return
         if self._durable:
             self.sync()
+        # Set before the call, since a failed close has closed the descriptor nevertheless. Its number
+        # may belong to another file afterwards, so it must not be closed twice.
         self.is_open = False
         try:
             self._files.close(self.descriptor)
@@ -202,13 +213,19 @@ class NewFile:
             raise self._fail(error, "closing the file") from error
 
     def close_unfinished(self) -> None:
-        """Close the file without syncing it, and ignore errors."""
-        if self.is_open:
-            if self._writeback is not None:
-                self._writeback.end()
-            self.is_open = False
-            with suppress(OSError):
-                self._files.close(self.descriptor)
+        """Close the file without syncing it. Does nothing if it is closed already.
+
+        Errors of closing it are ignored: a file that is published was synced or finished before,
+        and any other file is removed.
+        """
+        if not self.is_open:
+            return
+        if self._writeback is not None:
+            # The thread must not use the number of a descriptor that is closed.
+            self._writeback.end()
+        self.is_open = False
+        with suppress(OSError):
+            self._files.close(self.descriptor)
 
     def _fail(self, error: OSError, action: str) -> NotCommitted:
         """Record that a call has failed, and return the error for it."""
@@ -241,6 +258,9 @@ def link_or_copy_file(
     A hard link costs nothing, and each of the two folders stays complete if the other one is
     removed. If the system refuses a link, the bytes are copied in the kernel.
 
+    A call that fails may leave a file of this name in the new folder. The caller removes it, as a
+    transaction does when it removes its whole hidden folder.
+
     Args:
         files: The file system.
         key: The name of the file.
@@ -251,10 +271,10 @@ def link_or_copy_file(
         durable: Whether to sync the file when it is finished.
 
     Returns:
-        The file, and whether it is linked and not copied.
+        The open file, and whether it is linked and not copied.
 
     Raises:
-        NotCommitted: The base does not have this file any more.
+        NotCommitted: The base does not have this file any more, or another file has its name.
         OSError: The file system failed in another way.
     """
     expected = files.stat(key, dir_fd=source_dir_fd)
@@ -274,12 +294,11 @@ def link_or_copy_file(
     new_file = NewFile(files, descriptor, path=path, durable=durable)
     try:
         if is_linked:
-            # Another file may have got this name before it was linked.
-            if files.inspect(descriptor).identity != expected.identity:
-                raise NotCommitted(BASE_CHANGED, file=path, errno=errno.ESTALE)
+            _check_identity(files, descriptor, expected, path)
         else:
             source = files.open(key, dir_fd=source_dir_fd)
             try:
+                _check_identity(files, source, expected, path)
                 new_file.copy(source, nbytes, source_offset=0, offset=0)
             finally:
                 files.close(source)
@@ -287,3 +306,13 @@ def link_or_copy_file(
         new_file.close_unfinished()
         raise
     return new_file, is_linked
+
+
+def _check_identity(files: Files, descriptor: int, expected: FileEntry, path: str) -> None:
+    """Raise `NotCommitted` if an open file is not the one that the base had.
+
+    Another save may have replaced the base after its file was looked up by name, and before that
+    name was linked or opened. The new file can have the same size.
+    """
+    if files.inspect(descriptor).identity != expected.identity:
+        raise NotCommitted(BASE_CHANGED, file=path, errno=errno.ESTALE)

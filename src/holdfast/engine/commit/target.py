@@ -154,7 +154,11 @@ class LocalTarget(TargetLocation, frozen=True):
         return current is not None and current.identity == temporary.identity
 
     def copy_access(
-        self, descriptor: int, model: FileEntry | None, *, current: FileEntry | None = None
+        self,
+        descriptor: int,
+        permission_source: FileEntry | None,
+        *,
+        current: FileEntry | None = None,
     ) -> None:
         """Give a new file the user, the group and the permission bits of the one it replaces.
 
@@ -164,18 +168,25 @@ class LocalTarget(TargetLocation, frozen=True):
 
         Args:
             descriptor: The new file or folder.
-            model: What it replaces. If this is None, nothing is changed.
+            permission_source: The metadata of what it replaces. If this is None, nothing is changed.
             current: The metadata of the new file, if it is known.
         """
-        if model is None:
+        if permission_source is None:
             return
-        kept_bits = 0o3777 if model.kind == "directory" else 0o777
-        mode = model.mode & kept_bits
+        # A setuid or setgid bit of a file would let a checkpoint run with the rights of its owner.
+        # The setgid bit of a folder only passes on its group, and the sticky bit restricts removal.
+        kept_bits = 0o3777 if permission_source.kind == "directory" else 0o777
+        mode = permission_source.mode & kept_bits
         with not_committed_on_error("giving it the permissions of what it replaces", self.path):
-            current = current or self.files.inspect(descriptor)
+            if current is None:
+                current = self.files.inspect(descriptor)
             # The owner comes before the bits: otherwise the wrong group could open the file.
-            has_group = current.owner == model.owner or self._copy_owner(descriptor, current, model)
+            has_group = current.owner == permission_source.owner or self._copy_owner(
+                descriptor, current, permission_source
+            )
             if not has_group:
+                # 0o1707 clears the setgid bit and the bits of the group. The group then gets the
+                # rights of all users, unless the old group did not have them.
                 rights_of_all = mode & 0o007
                 mode &= 0o1707 | rights_of_all << 3
             # File systems without permissions (vfat) refuse this call, and show equal bits for
@@ -183,10 +194,19 @@ class LocalTarget(TargetLocation, frozen=True):
             if current.mode & kept_bits != mode:
                 self.files.chmod(descriptor, mode)
 
-    def _copy_owner(self, descriptor: int, current: FileEntry, model: FileEntry) -> bool:
-        """Try to give a file the user and group of another. Return whether it has the group."""
-        user, group = model.owner
+    def _copy_owner(
+        self, descriptor: int, current: FileEntry, permission_source: FileEntry
+    ) -> bool:
+        """Try to give a file the user and group of another. Return whether it has the group now.
+
+        Args:
+            descriptor: The file to change.
+            current: Its metadata before the change.
+            permission_source: The file that has the right user and group.
+        """
+        user, group = permission_source.owner
         # Only root may change the user, but each member of a group may give a file to the group.
+        # chown(2) leaves the user as it is if it is called with -1.
         for new_user in (user, -1):
             try:
                 self.files.chown(descriptor, new_user, group)

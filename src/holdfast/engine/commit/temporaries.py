@@ -80,8 +80,11 @@ class TargetLocation(Value, frozen=True):
     """How long a name may be in this folder. It may be less than the file system allows, as long as
     it is enough for the temporaries of this target."""
 
-    def has_temporary(self, name: str) -> bool:
-        """Return whether a name is a temporary of this target or a folder set aside for it."""
+    def is_temporary_name(self, name: str) -> bool:
+        """Return whether a save of this target gives a name of this form to a hidden entry.
+
+        The entry is a temporary (`.tmp`) or a folder that was set aside (`.old`).
+        """
         prefix = f".{shorten_name(self.name, self.max_name_nbytes)}."
         return is_temporary(name) and name[:-RANDOM_LENGTH] == prefix
 
@@ -182,8 +185,12 @@ class LockedEntry:
         return metadata is not None and metadata.identity == self.identity
 
     def close(self) -> None:
-        """Close the descriptor, which releases the lock."""
-        self.files.close(self.descriptor)
+        """Close the descriptor, which releases the lock.
+
+        Errors are ignored, because the descriptor is closed even if the system reports one.
+        """
+        with suppress(OSError):
+            self.files.close(self.descriptor)
 
 
 def try_lock(files: Files, descriptor: int) -> bool:
@@ -202,7 +209,8 @@ def try_lock(files: Files, descriptor: int) -> bool:
 def create_temporary(location: TargetLocation, *, is_folder: bool, is_private: bool) -> LockedEntry:
     """Create a temporary for a target and lock it.
 
-    A process that dies here leaves an empty temporary, which the next save removes.
+    A cleaner of another process may remove a temporary before its owner has locked it. Then this
+    creates another one.
 
     Args:
         location: The target.
@@ -210,46 +218,65 @@ def create_temporary(location: TargetLocation, *, is_folder: bool, is_private: b
         is_private: Whether only this user may access it for now.
 
     Returns:
-        The temporary, which certainly still has its name and belongs to this process.
+        The locked temporary. Its name has been verified after locking.
     """
-    files = location.files
-    dir_fd = location.dir_fd
     for _ in range(MAX_ATTEMPTS):
         name = make_temporary_name(location.name, max_nbytes=location.max_name_nbytes)
-        descriptor: int | None = None
-        try:
-            if is_folder:
-                files.mkdir(name, dir_fd=dir_fd, private=is_private)
-                # If the folder is missing, a cleaner has removed it already.
-                with suppress(FileNotFoundError):
-                    descriptor = files.open_directory(name, dir_fd=dir_fd)
-            else:
-                descriptor = files.create(name, dir_fd=dir_fd, private=is_private)
-            if descriptor is None:
-                continue
-
-            if try_lock(files, descriptor):
-                temporary = LockedEntry(files, name, dir_fd=dir_fd, descriptor=descriptor)
-                if temporary.is_in_place():
-                    return temporary
-            # A cleaner locked the entry first. It removes it, or has done so already.
-            files.close(descriptor)
-        except BaseException:
-            # This includes an interrupt right after a call succeeded. The random name belongs to
-            # this save alone, so it can be removed whatever has happened.
-            with suppress(OSError):
-                if is_folder:
-                    files.rmdir(name, dir_fd=dir_fd)
-                else:
-                    files.unlink(name, dir_fd=dir_fd)
-            if descriptor is not None:
-                with suppress(OSError):
-                    files.close(descriptor)
-            raise
+        temporary = _create_and_lock(location, name, is_folder=is_folder, is_private=is_private)
+        if temporary is not None:
+            return temporary
     raise OSError(
         errno.EAGAIN,
         f"other processes removed {MAX_ATTEMPTS} temporaries right after their creation",
     )
+
+
+def _create_and_lock(
+    location: TargetLocation, name: str, *, is_folder: bool, is_private: bool
+) -> LockedEntry | None:
+    """Create a file or folder with a new random name and lock it.
+
+    A process that dies here leaves an empty temporary, which the next save removes. An error
+    removes the temporary.
+
+    Returns:
+        The locked temporary. None if a cleaner locked or removed it first.
+    """
+    files = location.files
+    dir_fd = location.dir_fd
+    descriptor: int | None = None
+    try:
+        if is_folder:
+            files.mkdir(name, dir_fd=dir_fd, private=is_private)
+            # If the folder is missing, a cleaner has removed it already.
+            with suppress(FileNotFoundError):
+                descriptor = files.open_directory(name, dir_fd=dir_fd)
+        else:
+            descriptor = files.create(name, dir_fd=dir_fd, private=is_private)
+
+        if descriptor is not None and try_lock(files, descriptor):
+            temporary = LockedEntry(files, name, dir_fd=dir_fd, descriptor=descriptor)
+            if temporary.is_in_place():
+                return temporary
+    except BaseException:
+        # This includes an interrupt right after a call succeeded. The random name belongs to this
+        # save alone, so it can be removed whatever has happened.
+        with suppress(OSError):
+            if is_folder:
+                files.rmdir(name, dir_fd=dir_fd)
+            else:
+                files.unlink(name, dir_fd=dir_fd)
+        if descriptor is not None:
+            with suppress(OSError):
+                files.close(descriptor)
+        raise
+
+    # A cleaner locked the entry first and has removed it or is about to. The descriptor is closed
+    # outside of the `try` block, since a failed close must not be repeated: another thread may
+    # have got the same number.
+    if descriptor is not None:
+        files.close(descriptor)
+    return None
 
 
 def remove_abandoned(
@@ -259,7 +286,7 @@ def remove_abandoned(
 
     This covers the temporaries of all targets in the folder, since a run that was killed at one
     step goes on with another one. Folders that were set aside are removed only for this target: for
-    another target it may be the only copy. Entries that cannot be removed stay.
+    another target such a folder may be the only copy. Entries that cannot be removed stay.
 
     A crash during this function leaves some of these entries for the next save.
 
@@ -273,33 +300,40 @@ def remove_abandoned(
         # The cheap test comes first, because a folder may have a hundred thousand names.
         if not name.startswith(".") or not is_temporary(name):
             continue
-        is_of_target = location.has_temporary(name)
-        if not is_of_target and not name.endswith(".tmp"):
-            continue
-        with suppress(OSError):
-            _remove_if_abandoned(
-                location, name, is_of_target=is_of_target, include_set_aside=include_set_aside
-            )
+        belongs_to_this_target = location.is_temporary_name(name)
+        if belongs_to_this_target or name.endswith(".tmp"):
+            # What cannot be removed is left to a later save.
+            with suppress(OSError):
+                _remove_if_abandoned(
+                    location,
+                    name,
+                    belongs_to_this_target=belongs_to_this_target,
+                    include_set_aside=include_set_aside,
+                )
 
 
 def _remove_if_abandoned(
-    location: TargetLocation, name: str, *, is_of_target: bool, include_set_aside: bool
+    location: TargetLocation, name: str, *, belongs_to_this_target: bool, include_set_aside: bool
 ) -> None:
-    """Remove one temporary if nobody holds it. `remove_abandoned` describes the rules.
+    """Remove one temporary if no live process holds its lock.
 
-    Only files and folders of regular files are removed. Everything else was not made by a save.
+    Args:
+        location: The target that is about to be saved.
+        name: The name of the temporary in the parent folder.
+        belongs_to_this_target: Whether it is a temporary of this target and not of another one.
+        include_set_aside: Whether to remove it if it is a folder that was set aside: an old
+            checkpoint that a save renamed to `.old` before it renamed the new one to the target.
     """
     files = location.files
     dir_fd = location.dir_fd
     metadata = files.stat(name, dir_fd=dir_fd)
+    # Links, devices and pipes were not created by a save.
     if metadata is None or metadata.kind not in ("file", "directory"):
         return
-
     is_folder = metadata.kind == "directory"
-    is_set_aside = is_folder and name.endswith(".old")
-    if is_set_aside and not include_set_aside:
+    if is_folder and name.endswith(".old") and not include_set_aside:
         return
-    if not is_of_target and _may_be_in_use_elsewhere(location, metadata):
+    if not belongs_to_this_target and _may_be_in_use_elsewhere(location, metadata):
         return
 
     if is_folder:
@@ -308,28 +342,42 @@ def _remove_if_abandoned(
         descriptor = files.open(name, dir_fd=dir_fd)
     try:
         if not files.lock(descriptor):
+            # A live save holds it.
             return
         entry = LockedEntry(files, name, dir_fd=dir_fd, descriptor=descriptor)
-        # Its owner may have published it after it was opened here and before it was locked.
         if not entry.is_in_place():
+            # Its owner published it after it was opened here and before it was locked.
             return
-
-        if not is_folder:
+        if is_folder:
+            _remove_abandoned_folder(location, entry)
+        else:
             files.unlink(name, dir_fd=dir_fd)
-            return
-        file_names = list_regular_files(files, descriptor)
-        if file_names is None:
-            return
-        if is_set_aside and files.stat(location.name, dir_fd=dir_fd) is None:
-            # Without its target, this folder is the only copy of the checkpoint.
-            return
-        # The folder may be what an exchange replaced. If the exchange is not on the disk yet, a
-        # power cut brings the old names back, and with them this folder as the checkpoint.
-        files.sync(dir_fd)
-        remove_folder(entry, file_names)
     finally:
         with suppress(OSError):
             files.close(descriptor)
+
+
+def _remove_abandoned_folder(location: TargetLocation, folder: LockedEntry) -> None:
+    """Remove a folder that a dead save left, unless it may be the only copy of a checkpoint.
+
+    Args:
+        location: The target that is about to be saved.
+        folder: The folder: a temporary of any target, or one that was set aside for this target.
+    """
+    files = location.files
+    file_names = list_regular_files(files, folder.descriptor)
+    if file_names is None:
+        # No save creates folders or links in its temporary, so this is not what a save left.
+        return
+    is_set_aside = folder.name.endswith(".old")
+    if is_set_aside and files.stat(location.name, dir_fd=location.dir_fd) is None:
+        # Without its target, this folder is the only copy of the checkpoint.
+        return
+
+    # The folder may be what an exchange replaced. If the exchange is not on the disk yet, a power
+    # cut brings the old names back, and with them this folder as the checkpoint.
+    files.sync(location.dir_fd)
+    remove_folder(folder, file_names)
 
 
 def _may_be_in_use_elsewhere(location: TargetLocation, metadata: FileEntry) -> bool:
@@ -349,18 +397,27 @@ def list_unfinished(path: AnyPath) -> list[str]:
     try:
         location = TargetLocation(files, name, dir_fd, files.longest_name(dir_fd))
         paths: list[str] = []
-        for temporary_name in _find_folders(location, files.list(dir_fd), suffix="tmp"):
-            paths.append(os.path.join(parent, temporary_name))
+        for folder_name in find_hidden_folders(location, files.list(dir_fd), suffix="tmp"):
+            paths.append(os.path.join(parent, folder_name))
         return paths
     finally:
         files.close(dir_fd)
 
 
-def _find_folders(location: TargetLocation, names: Sequence[str], *, suffix: str) -> list[str]:
-    """Return the hidden folders of a target whose names end with `suffix`."""
+def find_hidden_folders(
+    location: TargetLocation, names: Sequence[str], *, suffix: str
+) -> list[str]:
+    """Return the names of the hidden folders of a target.
+
+    Args:
+        location: The target.
+        names: All names in its parent folder.
+        suffix: `tmp` to find its temporary folders, `old` to find the old checkpoints that were set
+            aside.
+    """
     folder_names: list[str] = []
     for name in names:
-        if name.endswith(f".{suffix}") and location.has_temporary(name):
+        if name.endswith(f".{suffix}") and location.is_temporary_name(name):
             metadata = location.files.stat(name, dir_fd=location.dir_fd)
             if metadata is not None and metadata.kind == "directory":
                 folder_names.append(name)
@@ -400,31 +457,40 @@ def remove_folder(
         files.rmdir(folder.name, dir_fd=folder.dir_fd)
 
 
-def find_set_aside(location: TargetLocation, names: Sequence[str]) -> list[str]:
-    """Return which names in the parent folder are folders that were set aside for a target."""
-    return _find_folders(location, names, suffix="old")
-
-
 def find_recoverable(path: AnyPath) -> str | None:
-    """Return where the checkpoint is that a crash left between two renames. Changes nothing.
+    """Return the path of a checkpoint that a crash left set aside between two renames.
+
+    Changes nothing on the disk.
 
     Returns:
-        The path of the folder that was set aside. None if `path` exists, or if there is no such
-        folder. Also None if there are several, since it is unknown which one is the newest.
+        The path of the folder. None if `path` exists, or if no folder was set aside for it. Also
+        None if there are several, since it is unknown which one is the newest, and if the parent
+        folder cannot be read: the caller then reports that `path` does not exist.
     """
-    files = system_files()
-    with suppress(OSError, ValueError):
-        parent, name = os.path.split(files.resolve(local_path(path)))
-        dir_fd = files.open_directory(parent)
-        try:
-            if name and files.stat(name, dir_fd=dir_fd) is None:
-                location = TargetLocation(files, name, dir_fd, files.longest_name(dir_fd))
-                candidates = find_set_aside(location, files.list(dir_fd))
-                if len(candidates) == 1:
-                    return os.path.join(parent, candidates[0])
-        finally:
-            files.close(dir_fd)
-    return None
+    try:
+        return _find_recoverable_folder(system_files(), local_path(path))
+    except (OSError, ValueError):
+        # The system raises a ValueError for a path with a NUL character.
+        return None
+
+
+def _find_recoverable_folder(files: Files, path: str) -> str | None:
+    """Do the work of `find_recoverable`, and let errors of the file system pass."""
+    parent, name = os.path.split(files.resolve(path))
+    if not name:
+        # The path is the root of the file system, which no save replaces.
+        return None
+    dir_fd = files.open_directory(parent)
+    try:
+        if files.stat(name, dir_fd=dir_fd) is not None:
+            return None
+        location = TargetLocation(files, name, dir_fd, files.longest_name(dir_fd))
+        set_aside_names = find_hidden_folders(location, files.list(dir_fd), suffix="old")
+    finally:
+        files.close(dir_fd)
+    if len(set_aside_names) != 1:
+        return None
+    return os.path.join(parent, set_aside_names[0])
 
 
 def restore_set_aside(location: TargetLocation, names: Sequence[str]) -> bool:
@@ -441,16 +507,19 @@ def restore_set_aside(location: TargetLocation, names: Sequence[str]) -> bool:
         Whether exactly one folder was set aside for the target. If a live save holds it, that save
         is between its two renames, and the folder stays as it is.
     """
-    candidates = find_set_aside(location, names)
-    if len(candidates) != 1:
+    set_aside_names = find_hidden_folders(location, names, suffix="old")
+    if len(set_aside_names) != 1:
+        # If there are several, it is unknown which one is the newest.
         return False
+    old_name = set_aside_names[0]
     files = location.files
     dir_fd = location.dir_fd
-    descriptor = files.open_directory(candidates[0], dir_fd=dir_fd)
+    descriptor = files.open_directory(old_name, dir_fd=dir_fd)
     try:
         if try_lock(files, descriptor):
-            if not files.rename_new(candidates[0], location.name, dir_fd=dir_fd):
-                files.rename(candidates[0], location.name, dir_fd=dir_fd)
+            if not files.rename_new(old_name, location.name, dir_fd=dir_fd):
+                # rename(2), for systems without the first call, replaces at most an empty folder.
+                files.rename(old_name, location.name, dir_fd=dir_fd)
             files.sync(dir_fd)
         return True
     finally:
@@ -470,8 +539,8 @@ def freed_in_background(
 ) -> Iterator[None]:
     """Free the space of large files on a thread, after the block has removed or replaced them.
 
-    When a file loses its last name, the kernel frees its pages and blocks within the rename or
-    unlink, which takes 0.2 s for a GiB. Therefore a large file is held open in the block, and a
+    When a file has lost its last name and its last descriptor is closed, the kernel frees its pages
+    and blocks, which takes 0.2 s for a GiB. Therefore a large file is held open in the block, and a
     thread closes it afterwards. This does not change what a crash leaves. Until then the file takes
     up space on the disk; `wait_for_room` waits for that.
 
@@ -492,29 +561,40 @@ def freed_in_background(
         yield
     finally:
         if held_descriptors:
-            _close_in_background(files, held_descriptors)
+            _free_in_background(files, held_descriptors)
 
 
-def _close_in_background(files: Files, descriptors: list[int]) -> None:
-    """Close files on a daemon thread, or here if no thread can start."""
+def _free_in_background(files: Files, held_descriptors: list[int]) -> None:
+    """Free files by closing their descriptors on a daemon thread, or here if none can start.
 
-    def close_all() -> None:
-        while descriptors:
-            # A forked child has closed the descriptors that it inherited.
+    It takes a thread because the kernel frees the pages and blocks of a file without a name in
+    close(2): 0.2 s for a GiB, measured. A process that exits earlier frees them as well.
+
+    Args:
+        files: The file system.
+        held_descriptors: The descriptors, which nobody else may close. The list is emptied.
+    """
+
+    def free_all() -> None:
+        while held_descriptors:
+            # After a fork, the child may already have closed these descriptors, and `Files` refuses
+            # to close their numbers again.
             with suppress(OSError):
-                files.close(descriptors.pop())
+                files.close(held_descriptors.pop())
 
     with _freeing_lock:
-        thread = start_thread(close_all, name="holdfast-free", daemon=True)
+        thread = start_thread(free_all, name="holdfast-free", daemon=True)
         if thread is not None:
+            # `wait_for_room` joins these threads. Those that have ended are dropped here.
             _freeing_threads[:] = [other for other in _freeing_threads if other.is_alive()]
             _freeing_threads.append(thread)
     if thread is None:
-        close_all()
+        free_all()
 
 
 _freeing_lock = make_fork_safe(threading.Lock())
 _freeing_threads: list[threading.Thread] = []
+"""The threads that free replaced files, so that a save on a full disk can wait for them."""
 
 
 def wait_for_room() -> bool:
@@ -526,4 +606,5 @@ def wait_for_room() -> bool:
     return bool(running_threads)
 
 
+# Threads do not survive a fork, so a child has none to wait for.
 at_fork(after_in_child=_freeing_threads.clear)

@@ -43,7 +43,7 @@ import errno
 import os
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import reduce
 from operator import and_
 from types import TracebackType
@@ -62,7 +62,7 @@ from holdfast.engine.commit.target import (
 from holdfast.engine.commit.temporaries import (
     LockedEntry,
     create_temporary,
-    find_set_aside,
+    find_hidden_folders,
     freed_in_background,
     list_regular_files,
     make_temporary_name,
@@ -127,17 +127,17 @@ class _Transaction:
                     overwrite=self.overwrite,
                 )
                 if self.is_folder and target.existing is not None:
-                    self._inspect_replaced(target, target.existing)
+                    self._inspect_old_folder(target, target.existing)
                 if target.neighbor_names is not None:
                     remove_abandoned(
                         target, target.neighbor_names, include_set_aside=self.is_folder
                     )
-                # Until it gets the permissions of what it replaces, nobody else may read it.
+                # Until it gets the permissions of what it replaces, only this user may read it.
                 self._temporary = create_temporary(
                     target, is_folder=self.is_folder, is_private=target.existing is not None
                 )
         except BaseException:
-            self._end()
+            self._end_transaction()
             raise
         return self
 
@@ -148,7 +148,8 @@ class _Transaction:
         trace: TracebackType | None,
     ) -> None:
         """Close everything, and give up the save if it was not committed."""
-        self._end()
+        self._end_transaction()
+        # After the rename, "not committed" would be wrong, so the caller's error passes unchanged.
         if isinstance(error, HoldfastError) or self._is_published:
             return
         if isinstance(error, OSError):
@@ -169,12 +170,15 @@ class _Transaction:
         parent = os.path.dirname(target.files.resolve(self.path.rstrip("/") or "/"))
         return os.path.join(parent, temporary.name)
 
-    def _inspect_replaced(self, target: LocalTarget, existing: FileEntry) -> None:
-        """Check that a folder may be replaced, and remember the permissions of its files."""
+    def _inspect_old_folder(self, target: LocalTarget, existing: FileEntry) -> None:
+        """Check that an old folder may be replaced, and record the permissions of its files.
+
+        Only transactions of folders call this and implement it.
+        """
         raise NotImplementedError
 
-    def _end(self) -> None:
-        """Close everything, and remove the temporary if it was not committed."""
+    def _end_transaction(self) -> None:
+        """Close the parent folder and the temporary, and remove it if it was not committed."""
         raise NotImplementedError
 
 
@@ -188,7 +192,7 @@ class FileTransaction(_Transaction):
 
     is_folder = False
     file: NewFile
-    """The new file. It exists only inside the `with` block."""
+    """The new file. `__enter__` sets this attribute, and the end of the block deletes it."""
 
     def __enter__(self) -> Self:
         """Create and open the temporary file."""
@@ -198,11 +202,12 @@ class FileTransaction(_Transaction):
         super().__enter__()
         try:
             target, temporary = self._require_open()
+            # From here on, the new file owns the descriptor of the temporary and closes it.
             self.file = NewFile(
                 target.files, temporary.descriptor, path=self.path, durable=self.durable
             )
         except BaseException:
-            self._end()
+            self._end_transaction()
             raise
         return self
 
@@ -234,8 +239,8 @@ class FileTransaction(_Transaction):
         except OSError as error:
             if isinstance(error, HoldfastError):
                 raise
-            # NFS may lose the answer to a rename that was done. Only if the target has another
-            # content it is certain that nothing has changed.
+            # NFS may lose the answer to a rename that was done. Only if the target is still
+            # another file it is certain that nothing has changed.
             if not target.may_have_become(temporary):
                 raise explain_failure(
                     error, "giving the finished file its name", self.path
@@ -283,10 +288,11 @@ class FileTransaction(_Transaction):
             )
             raise NotCommitted(message, file=self.path, errno=error.errno) from error
 
-    def _end(self) -> None:
-        """Close everything, and remove the temporary if it was not renamed.
+    def _end_transaction(self) -> None:
+        """Close the parent folder and the temporary, and remove it if it was not renamed.
 
-        It may be called several times, and at any moment of the transaction.
+        It may be called several times, and at any moment of the transaction. Errors of the file
+        system are ignored: the next save removes a temporary that is left.
         """
         target = self._target
         temporary = self._temporary
@@ -294,20 +300,28 @@ class FileTransaction(_Transaction):
         self._temporary = None
         if target is None:
             return
-        if temporary is not None:
-            # A commit without `overwrite` may leave the temporary as a second name of the file.
-            if not (self._is_published and self.overwrite):
+
+        # The stack runs its callbacks in reverse order, even if an interrupt stops one of them. So
+        # the process never keeps a lock of a transaction that has ended.
+        with ExitStack() as closing:
+            closing.callback(target.close)
+            if temporary is None:
+                return
+            if hasattr(self, "file"):
+                # The new file owns the descriptor. The attribute goes, so that nobody writes to the
+                # descriptor after it is closed: its number may belong to another file then.
+                closing.callback(self.file.close_unfinished)
+                del self.file
+            else:
+                # An interrupt or an error came before the new file took over the descriptor.
+                closing.callback(temporary.close)
+
+            # Without `overwrite`, the commit may have created a second name instead of renaming.
+            # Then the temporary is the first name of the new file, and is removed here.
+            was_renamed = self._is_published and self.overwrite
+            if not was_renamed:
                 with suppress(OSError):
                     target.files.unlink(temporary.name, dir_fd=target.dir_fd)
-            # The attribute goes, so that nobody writes to a descriptor that may be reused.
-            new_file: NewFile | None = vars(self).pop("file", None)
-            if new_file is not None:
-                new_file.close_unfinished()
-            else:
-                # An interrupt came before the object was created.
-                with suppress(OSError):
-                    temporary.close()
-        target.close()
 
 
 def replace_file(
@@ -360,12 +374,14 @@ class DirectoryTransaction(_Transaction):
         self._unfinished_files: deque[NewFile] = deque()
         self._has_failed_sync = False
         self._is_synced = False
-        self._old: LockedEntry | None = None
-        """The folder that is being replaced, from shortly before the visible step on."""
-        self._old_names: list[str] = []
-        self._replaced: dict[str, FileEntry] = {}
+        """Whether the entries of the new folder are on the disk."""
+        self._old_folder: LockedEntry | None = None
+        """The folder to be replaced, locked. Set just before the new folder is renamed into
+        place."""
+        self._old_metadata_by_name: dict[str, FileEntry] = {}
         """The metadata of the files in the old folder, by their names."""
-        self._common_access: FileEntry | None = None
+        self._common_old_permissions: FileEntry | None = None
+        """The permissions that all files of the old folder grant. None if it has no files."""
 
     def create(self, key: str) -> NewFile:
         """Create a file of the folder.
@@ -425,32 +441,45 @@ class DirectoryTransaction(_Transaction):
         return is_linked
 
     def add_from_rank(self, key: str, nbytes: int, *, is_linked: bool = False) -> None:
-        """Add a file that another process has written into the hidden folder and synced.
+        """Add a file that another rank has written into the hidden folder, synced and closed.
 
         Args:
             key: The name of the file.
             nbytes: The size that it must have.
-            is_linked: Whether the process has linked it from a base.
+            is_linked: Whether that rank has linked it from a base.
+
+        Raises:
+            NotCommitted: The file is missing or has another size.
         """
         target, temporary = self._require_open()
         path = self._reserve_key(key)
-        with not_committed_on_error("taking in a file of another process", path):
+        with not_committed_on_error("taking in a file of another rank", path):
             metadata = target.files.stat(key, dir_fd=temporary.descriptor)
-            state = ""
             if metadata is None:
-                state = "is not there"
-            elif metadata.kind != "file" or metadata.nbytes != nbytes:
-                state = f"is a {metadata.kind} of {metadata.nbytes:,} bytes"
-            if state:
-                message = f"a file of another rank should have {nbytes:,} bytes and {state}"
+                message = "a file that another rank wrote is not there"
+                raise NotCommitted(message, file=path, errno=errno.EIO)
+            if metadata.kind != "file" or metadata.nbytes != nbytes:
+                message = (
+                    f"a file of another rank should have {nbytes:,} bytes and is a "
+                    f"{metadata.kind} of {metadata.nbytes:,} bytes"
+                )
                 raise NotCommitted(message, file=path, errno=errno.EIO)
             descriptor = target.files.open(key, dir_fd=temporary.descriptor)
+            # That rank has synced the content. The permissions are copied only below, and a durable
+            # file is synced once more after that.
             new_file = NewFile(target.files, descriptor, path=path, durable=self.durable)
         self._add_file(key, new_file, is_linked=is_linked)
         new_file.is_complete = True
 
     def _reserve_key(self, key: str) -> str:
-        """Check the key of a new file, and return the path that error messages name."""
+        """Check the key of a new file and reserve it.
+
+        Returns:
+            The path that error messages name: that of the file after the commit.
+
+        Raises:
+            NotCommitted: The key cannot be the name of a file, or is used already.
+        """
         path = f"{self.path.rstrip('/')}/{key}"
         has_separator = "/" in key or "\\" in key or "\0" in key
         if has_separator or key in ("", ".", "..") or is_temporary(key):
@@ -458,29 +487,36 @@ class DirectoryTransaction(_Transaction):
             raise NotCommitted(message, file=path, errno=errno.EINVAL)
         if key in self._new_files:
             raise NotCommitted(f"{key!r} is written twice", file=path, errno=errno.EEXIST)
+        # None until the file is created. If that fails, `seal_data` refuses the incomplete folder.
         self._new_files[key] = None
         self._is_synced = False
         return path
 
     def _add_file(self, key: str, new_file: NewFile, *, is_linked: bool = False) -> None:
-        """Record a file, and give it the permissions of the one it replaces.
+        """Record an open file of the new folder, and give it the permissions of an old file.
 
-        The permissions of a linked file stay: they belong to the base as well. A file that replaces
-        none gets what all files of the old folder have in common. So nobody can read it who could
-        not read all of them.
+        A file that replaces none gets only the permissions shared by all files of the old folder,
+        so it is readable only by users who could read all of them. The permissions of a linked file
+        stay, because the file belongs to the base as well.
         """
         self._new_files[key] = new_file
+        self._finish_oldest_files()
         self._unfinished_files.append(new_file)
-        # The oldest files are finished early, so that few descriptors are needed.
-        while len(self._unfinished_files) > MAX_OPEN_FILES:
+        if not is_linked:
+            target, _ = self._require_open()
+            permission_source = self._old_metadata_by_name.get(key, self._common_old_permissions)
+            target.copy_access(new_file.descriptor, permission_source)
+
+    def _finish_oldest_files(self) -> None:
+        """Sync and close the oldest files, so that few descriptors stay open.
+
+        They are finished in the order of their creation. If the oldest one is still being written,
+        they all stay open.
+        """
+        while len(self._unfinished_files) >= MAX_OPEN_FILES:
             if not self._unfinished_files[0].is_complete:
                 break
             self._unfinished_files.popleft().finish()
-
-        if not is_linked:
-            target, _ = self._require_open()
-            model = self._replaced.get(key, self._common_access)
-            target.copy_access(new_file.descriptor, model)
 
     def seal_data(self) -> None:
         """Wait until all files so far, and their names, are on the disk.
@@ -495,6 +531,7 @@ class DirectoryTransaction(_Transaction):
                 raise NotCommitted(message, file=self.path, errno=errno.EIO)
             new_file.finish()
 
+        # The fsync of a folder puts the names in it on the disk.
         if self.durable and not self._is_synced:
             # Set before the call, so that no kind of failure lets a later call try again.
             self._has_failed_sync = True
@@ -541,53 +578,56 @@ class DirectoryTransaction(_Transaction):
                 target.files.sync(target.dir_fd)
         except OSError as error:
             kept_folder = self._set_old_aside(target)
-            self._close_old()
+            self._close_old_folder()
             message = f"the new folder is in place, but may not survive a power cut{kept_folder}"
             raise explain_uncertainty(message, self.path, error) from error
-        self._remove_old()
+        self._remove_old_folder()
 
-    def _inspect_replaced(self, target: LocalTarget, existing: FileEntry) -> None:
-        """Check that the old folder may be replaced, and remember who may access its files.
+    def _inspect_old_folder(self, target: LocalTarget, existing: FileEntry) -> None:
+        """Check that the old folder may be replaced, and record the permissions of its files.
 
         Raises:
             NotCommitted: The folder has something that does not belong to a checkpoint.
         """
         dir_fd = target.files.open_directory(target.name, dir_fd=target.dir_fd)
         try:
-            for name in self._list_replaceable(target.files, dir_fd):
-                metadata = target.files.stat(name, dir_fd=dir_fd)
-                if metadata is not None:
-                    self._replaced[name] = metadata
-            self._common_access = _intersect_access(list(self._replaced.values()), existing.owner)
+            self._old_metadata_by_name = self._inspect_old_files(target.files, dir_fd)
         finally:
             target.files.close(dir_fd)
+        entries = list(self._old_metadata_by_name.values())
+        self._common_old_permissions = _intersect_permissions(entries, existing.owner)
 
-    def _list_replaceable(self, files: Files, dir_fd: int) -> list[str]:
-        """Return the names in a folder that is to be replaced.
+    def _inspect_old_files(self, files: Files, dir_fd: int) -> dict[str, FileEntry]:
+        """Check that a folder has only files that may be replaced, and return their metadata.
+
+        Returns:
+            The metadata by the names of the files. Files that vanish meanwhile are left out.
 
         Raises:
             NotCommitted: The folder has something that does not belong to a checkpoint.
         """
-        names = list_regular_files(files, dir_fd)
+        metadata_by_name: dict[str, FileEntry] = {}
         foreign_entries: list[str] = []
-        if names is None:
-            for name in files.list(dir_fd):
-                metadata = files.stat(name, dir_fd=dir_fd)
-                if metadata is not None and metadata.kind != "file":
-                    foreign_entries.append(f"the {metadata.kind} {name!r}")
-        else:
-            for name in names:
-                if not self._is_replaceable(name) and name not in FILE_MANAGER_FILES:
-                    foreign_entries.append(repr(name))
+        for name in files.list(dir_fd):
+            metadata = files.stat(name, dir_fd=dir_fd)
+            if metadata is None:
+                continue
+            metadata_by_name[name] = metadata
+            if metadata.kind != "file":
+                foreign_entries.append(f"the {metadata.kind} {name!r}")
+            elif not self._is_replaceable(name) and name not in FILE_MANAGER_FILES:
+                foreign_entries.append(repr(name))
 
-        if names is None or foreign_entries:
+        if foreign_entries:
             listed_entries = ", ".join(foreign_entries[:5])
+            if len(foreign_entries) > 5:
+                listed_entries += f" and {len(foreign_entries) - 5} more"
             message = (
                 "the folder to be replaced has something that is not part of a checkpoint and "
                 f"would be lost ({listed_entries}); move it away or save elsewhere"
             )
             raise NotCommitted(message, file=self.path, errno=errno.ENOTEMPTY)
-        return names
+        return metadata_by_name
 
     def _publish(
         self, target: LocalTarget, temporary: LockedEntry, before_rename: Callable[[], None]
@@ -600,6 +640,7 @@ class DirectoryTransaction(_Transaction):
         """
         files = target.files
         dir_fd = target.dir_fd
+        # The target is looked up again, since another save may have created or removed it.
         if files.stat(target.name, dir_fd=dir_fd) is None:
             before_rename()
             # rename(2), for systems without the first call, replaces at most an empty folder.
@@ -610,13 +651,14 @@ class DirectoryTransaction(_Transaction):
         if not self.overwrite:
             raise FileExistsError(errno.EEXIST, "File exists")
         old = LockedEntry.open_directory(files, target.name, dir_fd=dir_fd)
-        self._old = old
+        self._old_folder = old
         # The lock is held to the end. It keeps cleaners from removing the old folder as abandoned,
         # and other saves from replacing it at the same time.
         if not try_lock(files, old.descriptor) or not old.is_in_place():
             message = "another save is replacing this folder; save again"
             raise NotCommitted(message, file=self.path, errno=errno.EBUSY)
-        self._old_names = self._list_replaceable(files, old.descriptor)
+        # Its files are listed again under the lock: these are the ones to remove after the step.
+        self._old_metadata_by_name = self._inspect_old_files(files, old.descriptor)
         before_rename()
 
         # The next name of the old folder is noted before each step, so that the clean-up finds the
@@ -626,7 +668,7 @@ class DirectoryTransaction(_Transaction):
             return
 
         # Two set-aside folders would make it unknown which one is the newest.
-        if find_set_aside(target, files.list(dir_fd)):
+        if find_hidden_folders(target, files.list(dir_fd), suffix="old"):
             message = "an older copy of this folder is set aside and cannot be removed; remove it"
             raise NotCommitted(message, file=self.path, errno=errno.EEXIST)
         if self.durable:
@@ -636,13 +678,14 @@ class DirectoryTransaction(_Transaction):
         files.rename(target.name, old.name, dir_fd=dir_fd)
         files.rename(temporary.name, target.name, dir_fd=dir_fd)
 
-    def _remove_old(self) -> None:
+    def _remove_old_folder(self) -> None:
         """Remove the folder that was replaced. If that fails, it is left to the next save."""
-        if self._old is not None:
+        if self._old_folder is not None:
             with suppress(OSError):
-                if self._old.is_in_place():
-                    remove_folder(self._old, self._old_names, metadata=self._replaced)
-        self._close_old()
+                if self._old_folder.is_in_place():
+                    metadata = self._old_metadata_by_name
+                    remove_folder(self._old_folder, list(metadata), metadata=metadata)
+        self._close_old_folder()
 
     def _set_old_aside(self, target: LocalTarget) -> str:
         """Keep the folder that was replaced, after the fsync of the parent folder has failed.
@@ -654,7 +697,7 @@ class DirectoryTransaction(_Transaction):
         Returns:
             The end of the error message, which names the folder.
         """
-        old = self._old
+        old = self._old_folder
         if old is None:
             return ""
         with suppress(OSError):
@@ -666,43 +709,46 @@ class DirectoryTransaction(_Transaction):
                 old.name = name
         return f" (what it replaced is kept as {old.name})"
 
-    def _close_old(self) -> None:
+    def _close_old_folder(self) -> None:
         """Release the lock of the folder that was replaced."""
-        if self._old is not None:
-            with suppress(OSError):
-                self._old.close()
-        self._old = None
+        if self._old_folder is not None:
+            self._old_folder.close()
+        self._old_folder = None
 
-    def _end(self) -> None:
-        """Close everything, and undo what was not committed.
+    def _end_transaction(self) -> None:
+        """Close all files and folders, and undo what was not committed.
 
-        It may be called several times, and at any moment of the transaction. Errors are ignored:
-        what cannot be removed now is left to the next save.
+        It may be called several times, and at any moment of the transaction. Errors of the file
+        system are ignored: what cannot be removed now is left to the next save.
         """
         target = self._target
         temporary = self._temporary
         self._target = None
         self._temporary = None
-        for new_file in self._new_files.values():
-            if new_file is not None:
-                new_file.close_unfinished()
-        if target is not None and temporary is not None:
-            with suppress(OSError):
-                self._clean_up(target, temporary)
-            with suppress(OSError):
-                temporary.close()
-        self._close_old()
-        if target is not None:
-            target.close()
+        # The stack runs its callbacks in reverse order, even if an interrupt stops one of them. So
+        # the process never keeps a lock of a transaction that has ended.
+        with ExitStack() as closing:
+            if target is not None:
+                closing.callback(target.close)
+            closing.callback(self._close_old_folder)
+            if temporary is not None:
+                closing.callback(temporary.close)
+
+            for new_file in self._new_files.values():
+                if new_file is not None:
+                    new_file.close_unfinished()
+            if target is not None and temporary is not None:
+                with suppress(OSError):
+                    self._clean_up(target, temporary)
 
     def _clean_up(self, target: LocalTarget, temporary: LockedEntry) -> None:
         """Undo a save that was given up, or complete one that had become visible already.
 
-        The names on the disk decide which of the two it is. An interrupt may come between a system
-        call and the line that records it.
+        The names on the disk decide which of the two it is, and not the attributes: an interrupt may
+        come between a system call and the line that records it.
         """
         files = target.files
-        old = self._old
+        old = self._old_folder
         if temporary.is_in_place():
             # The new folder still has its hidden name, so the save was not published.
             target_is_missing = files.stat(target.name, dir_fd=target.dir_fd) is None
@@ -715,19 +761,28 @@ class DirectoryTransaction(_Transaction):
         elif old is not None and target.may_have_become(temporary):
             # The interrupt came after the visible step, so the rest of the commit is done here.
             if self.durable:
+                # If this fails, the old folder stays: a power cut may bring it back.
                 files.sync(target.dir_fd)
-            self._remove_old()
+            self._remove_old_folder()
 
 
-def _intersect_access(entries: list[FileEntry], folder_owner: tuple[int, int]) -> FileEntry | None:
-    """Return an entry with the rights that all of these files grant. None if there are no files.
+def _intersect_permissions(
+    entries: list[FileEntry], folder_owner: tuple[int, int]
+) -> FileEntry | None:
+    """Return an entry with the permissions that all of these files grant.
 
-    Its owner is that of the files, or of their folder if the files have different owners. The owner
-    may always read it.
+    Args:
+        entries: The files of a folder.
+        folder_owner: The user and group of the folder.
+
+    Returns:
+        An entry whose owner is that of the files, or of their folder if the files have different
+        owners. The owner may always read it. None if there are no files.
     """
     if not entries:
         return None
     mode = reduce(and_, (entry.mode for entry in entries))
     owners = {entry.owner for entry in entries}
     owner = owners.pop() if len(owners) == 1 else folder_owner
+    # Only the mode and the owner of the result are used, so the other fields may be of any file.
     return replace(entries[0], mode=mode | 0o400, owner=owner)

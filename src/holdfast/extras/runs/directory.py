@@ -26,7 +26,7 @@ from holdfast.engine.commit.target import not_committed_on_error
 from holdfast.engine.commit.temporaries import (
     LockedEntry,
     TargetLocation,
-    find_set_aside,
+    find_hidden_folders,
     make_temporary_name,
     remove_abandoned,
     remove_folder,
@@ -103,7 +103,7 @@ def forget_replaced(files: Files, names: Collection[str], *, at: int, there: Seq
     longest = files.longest_name(at)
     for name in names:
         location = TargetLocation(files, name, at, longest)
-        if find_set_aside(location, there):
+        if find_hidden_folders(location, there, suffix="old"):
             remove_abandoned(location, there, include_set_aside=True)
             files.sync(at)
 

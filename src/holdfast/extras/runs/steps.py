@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
-from holdfast.engine.commit.temporaries import SAFE_NAME_NBYTES, TargetLocation, find_set_aside
+from holdfast.engine.commit.temporaries import SAFE_NAME_NBYTES, TargetLocation, find_hidden_folders
 from holdfast.errors import HoldfastError, StoreError
 from holdfast.formats import format_of
 from holdfast.formats.safetensors.schema import MANIFEST
@@ -184,8 +184,9 @@ class DirectoryLook:
                 asides[name] = aside[1]
         for name, target in asides.items():
             # A crash caught the step between two renames: it is not there, and no other one was moved aside.
-            if files.stat(target, dir_fd=at) is None and find_set_aside(
-                TargetLocation(files, target, at, SAFE_NAME_NBYTES), [*asides]
+            location = TargetLocation(files, target, at, SAFE_NAME_NBYTES)
+            if files.stat(target, dir_fd=at) is None and find_hidden_folders(
+                location, [*asides], suffix="old"
             ) == [name]:
                 claim(self.claims, int(target.removeprefix("step-")), name)
         for name in foreign:
