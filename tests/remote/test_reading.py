@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import AsyncIterator, Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from obstore.store import MemoryStore
 
 import holdfast
 from holdfast.errors import HoldfastError, Replaced, StoreError, Truncated
+from holdfast.stores.remote.store import RemoteStore
+from holdfast.stores.remote.url import parse_url
 from tests.remote.servers import Proxy, environment
 
 STATE = {
@@ -158,6 +161,30 @@ def test_a_request_that_fails_once_is_repeated(fault: str, proxy: Proxy, url: st
         proxy.fault = lambda request, index=index: fault if request.number == index else None
         with holdfast.open(url + ".safetensors") as checkpoint:
             np.testing.assert_array_equal(checkpoint["w"].numpy(), STATE["w"])
+
+
+def test_a_store_keeps_few_windows_beside_those_of_the_manifest(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("holdfast.stores.remote.store.MAX_WINDOWS", 3)
+    names = [f"file-{i}" for i in range(8)]
+    for name in names:
+        obstore.put(store, f"run/native/{name}", name.encode())
+    with closing(RemoteStore(parse_url("run/native", store))) as remote_store:
+        for name in names:
+            content = bytearray(len(name))
+            remote_store.peek(name, 0, memoryview(content))
+            assert content.decode() == name
+
+        # Without requests: the manifest, and the windows that were read last.
+        def refuse_request(*arguments: object, **options: object) -> object:
+            raise AssertionError("a request was sent")
+
+        monkeypatch.setattr(remote_store.bucket, "get_range", refuse_request)
+        remote_store.peek("holdfast.json", 0, memoryview(bytearray(10)))
+        remote_store.peek(names[-3], 0, memoryview(bytearray(6)))
+        with pytest.raises(AssertionError, match="a request was sent"):
+            remote_store.peek(names[0], 0, memoryview(bytearray(6)))
 
 
 def test_a_late_request_is_sent_again(proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch):

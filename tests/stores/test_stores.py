@@ -102,6 +102,37 @@ class TestFileObjectWithShortReads(StoreConformance):
         return lambda content: FileObjectStore(ShortReadFile(content[FileObjectStore.KEY]))
 
 
+class FixedCountFile(io.BytesIO):
+    """A file object whose `readinto` reads nothing and returns a count that a test chooses."""
+
+    def __init__(self, count: int | None) -> None:
+        super().__init__(bytes(10))
+        self._count = count
+
+    def readinto(self, buffer: object) -> int | None:
+        return self._count
+
+
+class NonBlockingFile(ShortReadFile):
+    """A file object that has no bytes yet."""
+
+    def read(self, size: int = -1) -> bytes | None:
+        return None if size else b""
+
+
+@pytest.mark.parametrize("file", [FixedCountFile(None), NonBlockingFile(bytes(10))])
+def test_a_non_blocking_file_object_is_not_reported_as_truncated(file: io.IOBase):
+    with pytest.raises(StoreError, match="non-blocking mode") as caught:
+        read_range(FileObjectStore(file), "file", 0, 10)
+    assert not isinstance(caught.value, Truncated)
+
+
+@pytest.mark.parametrize("count", [-1, 11])
+def test_a_file_object_that_returns_an_impossible_count_is_refused(count: int):
+    with pytest.raises(StoreError, match=f"returned {count} bytes for a read of 10"):
+        read_range(FileObjectStore(FixedCountFile(count)), "file", 0, 10)
+
+
 def test_reading_does_not_move_or_close_a_file_object():
     file = io.BytesIO(b"0123456789")
     file.seek(3)

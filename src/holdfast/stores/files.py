@@ -618,7 +618,7 @@ class PathFiles(Files):
         self._move(os.replace, old_name, new_name, dir_fd=dir_fd)
 
     def rename_new(self, old_name: str, new_name: str, *, dir_fd: int) -> bool:
-        if platform.REMOVES_OPEN_FILES:
+        if platform.CAN_DELETE_OPEN_FILES:
             return False
         # Only on Windows, os.rename refuses an existing target, both a file and a directory.
         self._move(os.rename, old_name, new_name, dir_fd=dir_fd)
@@ -689,7 +689,7 @@ class PathFiles(Files):
         from hashlib import blake2b
 
         self._check_process()
-        if platform.REMOVES_OPEN_FILES:
+        if platform.CAN_DELETE_OPEN_FILES:
             raise OSError(errno.ENOTSUP, "this system has no locks")
         entry = _get_open_entry(descriptor)
         folder = os.path.dirname(entry.path)

@@ -206,9 +206,9 @@ class Folder:
 
     @contextmanager
     def _scan(self, prefix: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+        """Open a folder below this directory for a listing. `prefix` is its relative path or ''."""
         # This needs a second descriptor: the position in a listing belongs to the descriptor, and
         # other threads may list through the first one.
-        """Open a folder below this directory for a listing. `prefix` is its relative path or ''."""
         flags = os.O_RDONLY | DIRECTORY | OPEN_FLAGS
         directory = OpenFile(os.open(prefix or ".", flags, dir_fd=self._file.descriptor))
         with os.scandir(directory.descriptor) as entries:
@@ -332,10 +332,15 @@ class FileHandle(Struct):
     @property
     def version(self) -> Version:
         """What identifies the version of the file on all hosts of a shared file system."""
+        # Not the device: each host gives a shared file system a device number of its own.
         return self.status.st_ino, self.status.st_size, self.status.st_mtime_ns
 
+    def release_file(self) -> None:
+        """Stop keeping the file open. It is closed when the last read that uses it has ended."""
+        self.file = None
+
     def is_same_as(self, file: OpenFile) -> bool:
-        """Return whether an open file is this file, and was not written to in the meantime."""
+        """Return whether `file` is the file of this handle, and was not written to since."""
         status = os.fstat(file.descriptor)
         return (
             os.path.samestat(status, self.status)
@@ -367,20 +372,29 @@ class LocalStore(Store):
         self.name = local_path(path)
         self._lock = make_fork_safe(threading.Lock())
         self._handles: dict[str, FileHandle] = {}
+        """The files that were opened, by their keys."""
         self._is_closed = False
         self._max_files = max_files
         self._keys: Keys | None = None
+        """The keys of a folder, from the first listing on."""
         self._expected_versions: Mapping[str, Version] = {}
+        """The versions of the files that another process had open when it pickled this store."""
         self._folder: Folder | None = None
         self._folder_store: LocalStore | None = None
         self._single = self.name.rpartition("/")[2] or self.name
+        """The last component of the path: the only key if the store is a single file."""
         try:
+            # A pickle of this store needs the absolute path, also after the program has changed
+            # its working directory.
             self._working_directory = "" if self.name.startswith("/") else os.getcwd()
             self._root = self.name
             self._pattern = ""
             if "*" in self.name:
                 self._root, self._pattern = _split_pattern(self.name)
 
+            # Where a descriptor can refer to a directory, one call opens either a directory or a
+            # file, so nobody can exchange them between a check and the open. On Windows, the file
+            # is opened when it is first used.
             file: OpenFile | None = None
             if OPENS_DIRECTORIES:
                 file = OpenFile(os.open(self._root, READ_FLAGS))
@@ -390,6 +404,7 @@ class LocalStore(Store):
             if stat.S_ISDIR(status.st_mode):
                 self._folder = open_folder(self._root, file=file, instead_of=instead_of)
             elif file is not None and stat.S_ISREG(status.st_mode):
+                # Anything else, such as a device, is refused when it is first used.
                 self._handles[self._single] = FileHandle(file, status)
         except (OSError, UnicodeEncodeError) as error:
             raise store_error(self.name, error) from None
@@ -429,6 +444,7 @@ class LocalStore(Store):
                     raise
                 except OSError as error:
                     raise store_error(self.name, error) from None
+                # The process that pickled this store had these files open.
                 if not self._expected_versions.keys() <= set(self._keys):
                     raise Replaced(OTHER_CHECKPOINT_MESSAGE, file=self.name)
             return list(self._keys)
@@ -479,6 +495,7 @@ class LocalStore(Store):
             if self._is_closed:
                 raise Closed(CLOSED_MESSAGE, file=self.name)
             nbytes = handle.status.st_size
+            # The system cannot map an empty range.
             if not nbytes:
                 return memoryview(b"")
             if handle.mapping is None:
@@ -486,6 +503,7 @@ class LocalStore(Store):
                 try:
                     handle.mapping = memoryview(platform.map_private(file.descriptor, nbytes))
                 except (OSError, ValueError) as error:
+                    # The caller can still read a file that it cannot map.
                     if isinstance(error, OSError) and error.errno in TOO_MANY_FILES_ERRNOS:
                         return None
                     message = f"cannot map the file into memory: {error}"
@@ -507,9 +525,10 @@ class LocalStore(Store):
         return "file", os.path.realpath(path)
 
     def find_changed(self) -> Keys:
-        """Return the files that were written to since they were opened.
+        """Return the keys of the files that were written to since they were opened.
 
-        A file system that stores coarse times may not show it.
+        A file that cannot be checked counts as changed. On a file system that stores coarse times,
+        a change soon after the file was opened may go unnoticed.
         """
         with self._lock:
             handles = dict(self._handles)
@@ -518,39 +537,46 @@ class LocalStore(Store):
             try:
                 is_same = handle.is_same_as(handle.file or self._open_by_key(key))
             except (OSError, HoldfastError):
+                # The caller is about to publish what it read. So "changed" is the safe answer.
                 is_same = False
             if not is_same:
                 changed_keys.append(key)
         return sorted(changed_keys)
 
     def find_replaced(self) -> Keys:
-        """Return the keys whose path no longer leads to the file that was opened.
+        """Return the keys that were replaced, added or deleted since the store was opened.
 
-        A save to the same path checks this first, because it would overwrite what is there now.
+        A key that cannot be checked counts as changed. A save to the same path checks this first,
+        because it would overwrite what is there now.
         """
         with self._lock:
             handles = dict(self._handles)
-            opened_keys = self._keys
+            listed_keys = self._keys
             folder = self._folder
         if folder is not None and not folder.is_in_place():
+            # Another directory has the path. If no file was opened yet, the name of the directory
+            # stands for its files: an empty result would mean that nothing has changed.
             return sorted(handles) or [self._single]
 
-        replaced_keys: set[str] = set()
+        changed_keys: set[str] = set()
         for key, handle in handles.items():
             try:
+                # This opens the file that the path leads to now. It is closed after the comparison,
+                # because nothing keeps a reference to it (`OpenFile`).
                 is_same = handle.is_same_as(self._open_by_key(key))
             except (OSError, HoldfastError):
+                # The caller would overwrite this file. So "changed" is the safe answer.
                 is_same = False
             if not is_same:
-                replaced_keys.add(key)
+                changed_keys.add(key)
 
-        # Files that appeared would be lost, and files that were deleted would come back.
-        if folder is not None and opened_keys is not None:
+        # A save would delete the files that were added, and bring back those that were deleted.
+        if folder is not None and listed_keys is not None:
             try:
-                replaced_keys |= set(opened_keys) ^ set(self._list_keys(folder))
+                changed_keys |= set(listed_keys) ^ set(self._list_keys(folder))
             except (OSError, HoldfastError):
-                replaced_keys |= set(opened_keys)
-        return sorted(replaced_keys)
+                changed_keys |= set(listed_keys)
+        return sorted(changed_keys)
 
     def close(self) -> None:
         """Release all files. Running reads finish normally, and later reads raise `Closed`."""
@@ -561,7 +587,7 @@ class LocalStore(Store):
             for handle in self._handles.values():
                 # Arrays that use a mapping keep it alive. Python unmaps it with the last of them.
                 handle.mapping = None
-                handle.file = None
+                handle.release_file()
             self._handles.clear()
             self._folder = None
 
@@ -593,9 +619,10 @@ class LocalStore(Store):
         return folder
 
     def _open(self, key: str) -> FileHandle:
-        """Return the handle of a file. The first call opens the file.
+        """Return the handle of a file. The first call for a key opens the file.
 
-        The handle keeps the file open, unless the store has many files.
+        The handle keeps the file open if the store can afford that (`_can_keep_file_open`).
+        Otherwise each read opens the file again.
 
         Raises:
             Replaced: The file is not the one that another process has sent.
@@ -604,24 +631,37 @@ class LocalStore(Store):
         with self._lock:
             if self._is_closed:
                 raise Closed(CLOSED_MESSAGE, file=self.name)
-            if key not in self._handles:
-                file = self._open_by_key(key)
-                handle = FileHandle(file, check_regular_file(file, self._label(key)))
-                expected_version = self._expected_versions.get(key)
-                if expected_version is not None and expected_version != handle.version:
-                    raise Replaced(OTHER_CHECKPOINT_MESSAGE, file=self._label(key))
-                has_many_files = self.is_folder and (
-                    len(self._handles) >= MAX_KEPT_FILES
-                    or len(OPEN_DESCRIPTORS) > platform.most_open_files() // OPEN_FILES_DIVISOR
-                )
-                # On Windows, nobody could replace a checkpoint whose files somebody has open.
-                if has_many_files or not platform.REMOVES_OPEN_FILES:
-                    handle.file = None
-                self._handles[key] = handle
-            return self._handles[key]
+            if key in self._handles:
+                return self._handles[key]
+
+            file = self._open_by_key(key)
+            status = check_regular_file(file, self._label(key))
+            handle = FileHandle(file, status)
+            expected_version = self._expected_versions.get(key)
+            if expected_version is not None and expected_version != handle.version:
+                raise Replaced(OTHER_CHECKPOINT_MESSAGE, file=self._label(key))
+            if not self._can_keep_file_open():
+                handle.release_file()
+            self._handles[key] = handle
+            return handle
+
+    def _can_keep_file_open(self) -> bool:
+        """Return whether one more file of this store may stay open between reads."""
+        # On Windows, a checkpoint cannot be replaced while any of its files is open.
+        if not platform.CAN_DELETE_OPEN_FILES:
+            return False
+        if not self.is_folder:
+            return True
+        # A directory may have more files than the process may open, so it leaves some to others.
+        has_room_in_process = (
+            len(OPEN_DESCRIPTORS) <= platform.most_open_files() // OPEN_FILES_DIVISOR
+        )
+        return has_room_in_process and len(self._handles) < MAX_KEPT_FILES
 
     def _reopen(self, key: str, handle: FileHandle) -> OpenFile:
-        """Open a file again that is not kept open.
+        """Open a file again that its handle does not keep open.
+
+        The file is closed when the caller drops the last reference to the result.
 
         Raises:
             Replaced: The file is not the one that was opened first, or was written to since.
@@ -637,9 +677,10 @@ class LocalStore(Store):
         return file
 
     def _open_by_key(self, key: str) -> OpenFile:
-        """Open a file.
+        """Open the file that a key leads to now, even if its handle has it open already.
 
-        If the process has too many files open, close those that this store keeps open, and retry.
+        The caller owns the result: the file is closed when the last reference to it goes away. If
+        the process has too many files open, close those that this store keeps open, and retry.
         """
         try:
             try:
@@ -665,9 +706,11 @@ class LocalStore(Store):
         """Close the files of a directory that are kept open. Returns False if there were none."""
         has_closed = False
         if self.is_folder:
+            # Another thread may add a handle during this loop.
             for handle in list(self._handles.values()):
-                has_closed |= handle.file is not None
-                handle.file = None
+                if handle.file is not None:
+                    handle.release_file()
+                    has_closed = True
         return has_closed
 
     def _explain_error(self, key: str, error: OSError | UnicodeEncodeError) -> StoreError:
@@ -745,8 +788,8 @@ class DescriptorStore(Store):
         self.name = name
         self._file: OpenFile | None = OpenFile(os.dup(descriptor))
         self._position_lock: threading.Lock | None = None
-        # On such a system, a read moves the position of the file. All duplicates share this
-        # position.
+        # Without pread, a read moves the position of the file, which all duplicates of the
+        # descriptor share. So every store of the same file takes the same lock.
         if not platform.HAS_PREAD:
             status = os.fstat(descriptor)
             identity = status.st_dev, status.st_ino

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
 import numpy as np
@@ -74,6 +74,7 @@ class MemoryStore(Store):
     def identity(self, key: str = "") -> Hashable:
         """Return the address of a file, which is equal in two stores that share the memory."""
         content = self._get_content(key) if key else None
+        # An empty file has no address. The whole store has several files.
         if not content:
             return super().identity(key)
         address = np.frombuffer(content, np.uint8).__array_interface__["data"][0]
@@ -115,7 +116,7 @@ class FileObjectStore(Store):
     KEY = "file"
 
     def __init__(self, file: BinaryIO) -> None:
-        """Find out the size of a file object, and leave its position as it is.
+        """Take a file object of the caller: measure its size, and leave its position as it is.
 
         Raises:
             StoreError: The file object is closed, or not seekable, or returns text.
@@ -125,12 +126,15 @@ class FileObjectStore(Store):
         self._lock = make_fork_safe(threading.Lock())
         self._is_closed = False
         self._reader_count = 0
+        """How many blocks of `reading` are running, in all threads."""
         self._caller_position = 0
+        """The position to restore when the last of these blocks ends."""
         try:
             position = file.tell()
             file.seek(0, io.SEEK_END)
             self._nbytes = file.tell()
             file.seek(position)
+            # Even an empty result of a text file is a str.
             is_text = isinstance(file.read(0), str)
         except (OSError, AttributeError, ValueError, TypeError) as error:
             raise StoreError(f"a file object must be open, binary and seekable: {error}") from None
@@ -167,7 +171,7 @@ class FileObjectStore(Store):
             self._file.seek(start)
             while filled_nbytes < out.nbytes:
                 block_nbytes = self._read_some(out[filled_nbytes:])
-                if not block_nbytes:
+                if block_nbytes == 0:
                     raise Truncated(
                         f"the file object ended {out.nbytes - filled_nbytes} bytes early",
                         offset=start + filled_nbytes,
@@ -205,26 +209,21 @@ class FileObjectStore(Store):
 
         Returns:
             The number of bytes, which may be less than `out` can hold; 0 at the end.
+
+        Raises:
+            StoreError: The file object has no bytes yet, or reports more bytes than requested.
         """
         readinto = getattr(self._file, "readinto", None)
         if callable(readinto):
-            try:
-                count = readinto(out)
-                return count if isinstance(count, int) else 0
-            except NotImplementedError:
-                # Subclasses of `io.RawIOBase` inherit a method that only raises this.
-                pass
+            # Subclasses of `io.RawIOBase` inherit a `readinto` that only raises this error.
+            with suppress(NotImplementedError):
+                return _check_read_count(readinto(out), out.nbytes)
+
         data = self._file.read(out.nbytes)
-        # A non-blocking file returns None if it has no bytes yet.
-        if not data:
-            return 0
-        content = memoryview(data).cast("B")
-        if content.nbytes > out.nbytes:
-            raise StoreError(
-                f"the file object returned {content.nbytes} bytes for a read of {out.nbytes}"
-            )
-        out[: content.nbytes] = content
-        return content.nbytes
+        count = None if data is None else memoryview(data).nbytes
+        count = _check_read_count(count, out.nbytes)
+        out[:count] = memoryview(data).cast("B")
+        return count
 
     def __reduce__(self) -> tuple[object, ...]:
         raise Unsupported(
@@ -234,3 +233,23 @@ class FileObjectStore(Store):
     def close(self) -> None:
         """Stop using the file object. The caller owns it and closes it."""
         self._is_closed = True
+
+
+def _check_read_count(count: int | None, max_nbytes: int) -> int:
+    """Return how many bytes a file object has read, or raise an error if that is impossible.
+
+    Args:
+        count: What `readinto` of the file object returned, or the size of what `read` returned.
+        max_nbytes: How many bytes were requested.
+
+    Raises:
+        StoreError: The file object has no bytes yet, or reports more bytes than requested.
+    """
+    # A non-blocking file returns None if it has no bytes yet. This is not the end of the file.
+    if count is None:
+        raise StoreError(
+            "the file object is in non-blocking mode and has no bytes yet; open it in blocking mode"
+        )
+    if not 0 <= count <= max_nbytes:
+        raise StoreError(f"the file object returned {count} bytes for a read of {max_nbytes}")
+    return count

@@ -29,7 +29,11 @@ from holdfast.stores.local import LocalStore, store_error
 from holdfast.stores.paths import is_parsed_url, is_url
 
 if TYPE_CHECKING:
-    from holdfast.stores.remote.url import Problem, Recover, Stamps, Url
+    from holdfast.stores.remote.url import FindSetAside, Problem, Stamps, Url
+
+MAX_OPEN_ATTEMPTS = 100
+"""How often `LocalPlace.open_store` looks for a missing checkpoint. Every attempt but the first two
+means that one more save has replaced it since the attempt before."""
 
 
 class LocalPlace(Value, frozen=True):
@@ -58,7 +62,7 @@ class LocalPlace(Value, frozen=True):
 
     @property
     def real(self) -> str:
-        """The path with all links followed."""
+        """The path with all links followed (`os.path.realpath`)."""
         return os.path.realpath(self.path)
 
     @property
@@ -113,14 +117,17 @@ class LocalPlace(Value, frozen=True):
 
     def below(self, name: str, *, folder: bool = False) -> str:
         """Return the place of a name in this folder. With `folder`, mark it as a folder."""
-        return os.path.join(self.path, name) + ("/" if folder else "")
+        path = os.path.join(self.path, name)
+        return f"{path}/" if folder else path
 
     def file(self, key: str) -> str:
         """Return the place of a file in the store that was opened here.
 
         If the store is a single file, this is the place itself.
         """
-        return self.below(key) if self.is_folder else self.path
+        if self.is_folder:
+            return self.below(key)
+        return self.path
 
     def is_same(self, other: Place) -> bool:
         """Return whether two places are the same, however they are spelled.
@@ -138,7 +145,7 @@ class LocalPlace(Value, frozen=True):
         """Return how many bytes can be written at this place. None if there is no limit.
 
         Raises:
-            StoreError: The file system does not tell.
+            StoreError: The file system does not report its free space.
         """
         folder = os.path.dirname(os.path.realpath(self.path))
         try:
@@ -147,9 +154,10 @@ class LocalPlace(Value, frozen=True):
             raise store_error(folder, error) from None
 
     def normalize(self, limits: Limits) -> str:
-        """Return the place in its usual spelling, which shows whether it is a folder.
+        """Return the place in its usual spelling: `a//b/./c/` becomes `a/b/c`.
 
-        In an object store this takes a request, and raises an error if nothing is there.
+        A `Url` finds out with a request whether it is a folder, and raises an error if nothing is
+        there.
         """
         return str(Path(self.path))
 
@@ -178,7 +186,8 @@ class LocalPlace(Value, frozen=True):
         """Return name, size and modification time of the file here, or of every file in the folder.
 
         Returns:
-            Sorted by name; the name of a single file is ''. None if there is anything but files.
+            Sorted by name; the name of a single file is ''. None if there is anything but regular
+            files, or if a file cannot be inspected: then no change can be excluded.
         """
         path = self.path.rstrip("/")
         try:
@@ -200,7 +209,7 @@ class LocalPlace(Value, frozen=True):
             return None
         return sorted(stamps)
 
-    def store(self, limits: Limits, recover: Recover) -> Store:
+    def open_store(self, limits: Limits, find_set_aside: FindSetAside) -> Store:
         """Open the file or the folder at this place.
 
         If the place is missing, a save may be replacing it, or may have been interrupted. Then the
@@ -208,38 +217,66 @@ class LocalPlace(Value, frozen=True):
 
         Args:
             limits: The limits of the store.
-            recover: Returns the path of the directory that was set aside, or None.
+            find_set_aside: Returns the path of the directory that was set aside, or None.
 
         Raises:
             NoSuchPath: There is neither a checkpoint here nor one that was set aside.
         """
-        missing_count = 0
-        while True:
-            try:
-                return LocalStore(self.path, max_files=limits.files)
-            except StoreError as error:
-                if error.errno != errno.ENOENT:
-                    raise
-                missing_error = drop_tracebacks(error)
+        try:
+            return LocalStore(self.path, max_files=limits.files)
+        except StoreError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            missing_error = drop_tracebacks(error)
 
-            recovered_path = recover(self.path)
-            if recovered_path is not None:
-                try:
-                    return LocalStore(recovered_path, max_files=limits.files, instead_of=self.real)
-                except StoreError as error:
-                    # A save may have deleted this directory meanwhile. Then try the place itself again.
-                    if error.errno != errno.ENOENT:
-                        raise
-            elif not os.path.exists(self.path):
-                # While a save replaces a directory in two steps, its name is missing for a moment. It
-                # may be back by the time of `recover`. So only the second time means that it is missing.
-                missing_count += 1
-                if missing_count > 1:
-                    try:
-                        raise missing_error
-                    finally:
-                        # Otherwise the error and this frame would keep each other alive.
-                        del missing_error
+        store = self._open_during_save(limits, find_set_aside)
+        if store is None:
+            try:
+                raise missing_error
+            finally:
+                # Otherwise the error and this frame would keep each other alive.
+                del missing_error
+        return store
+
+    def _open_during_save(self, limits: Limits, find_set_aside: FindSetAside) -> Store | None:
+        """Open a place that was missing a moment ago, because a save may be replacing it.
+
+        Such a save renames twice: the old directory to a temporary name, which sets it aside, and
+        the new directory to the name of the place. Between the two renames, and after a crash
+        there, only the directory that was set aside exists. After them, the save deletes it.
+
+        Returns:
+            A store of the place or of the directory that was set aside. None if both are missing.
+        """
+        was_missing = False
+        for _ in range(MAX_OPEN_ATTEMPTS):
+            set_aside_path = find_set_aside(self.path)
+            if set_aside_path is not None:
+                store = _open_unless_missing(set_aside_path, limits, instead_of=self.real)
+            else:
+                # The name of the place may have come back before `find_set_aside` looked for the
+                # other directory. So only two rounds without either of them mean that both are
+                # missing.
+                is_missing = not os.path.exists(self.path)
+                if is_missing and was_missing:
+                    return None
+                was_missing = was_missing or is_missing
+                store = _open_unless_missing(self.path, limits)
+            if store is not None:
+                return store
+        return None
+
+
+def _open_unless_missing(
+    path: str, limits: Limits, *, instead_of: str | None = None
+) -> LocalStore | None:
+    """Open a file or a folder. Returns None if it does not exist, or not any more."""
+    try:
+        return LocalStore(path, max_files=limits.files, instead_of=instead_of)
+    except StoreError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        return None
 
 
 if TYPE_CHECKING:
@@ -247,9 +284,10 @@ if TYPE_CHECKING:
 
 
 def place_at(path: str) -> Place:
-    """Return the members of a place that `place_of` returned, or that a listing of files returned.
+    """Return the place for a text that `place_of` or a listing of files returned.
 
-    Any text that is not a `Url` is a local path, even if a folder has the name `s3:`.
+    A `Url` is a place already. Any other text is a local path, even if it looks like a URL: a local
+    folder may have the name `s3:`.
     """
     # The exact type is compared first because every call with a path comes here.
     if type(path) is not str and is_parsed_url(path):
@@ -275,8 +313,12 @@ def follow_link(path: str) -> str:
 
     Links in the other components need no help: every system call follows them.
     """
+    # With a slash at its end, a link would count as the directory that it leads to. The path "/" has
+    # nothing else.
     path = path.rstrip("/") or path
-    return os.path.realpath(path) if os.path.islink(path) else path
+    if os.path.islink(path):
+        return os.path.realpath(path)
+    return path
 
 
 def is_same_place(first_path: str, second_path: str) -> bool:
@@ -287,8 +329,9 @@ def is_same_place(first_path: str, second_path: str) -> bool:
     first_place = place_at(first_path)
     second_place = place_at(second_path)
     if first_place.on_disk and second_place.on_disk:
-        # Two different files settle it, without following every link of both paths. A path where
-        # nothing exists, or that cannot exist, raises an error.
+        # If the system reports two different files, every link of both paths need not be followed.
+        # A path where nothing exists raises OSError, and one with a NUL character ValueError. Then
+        # the spellings of the paths are compared below.
         with suppress(OSError, ValueError):
             if not os.path.samefile(first_path, second_path):
                 return False

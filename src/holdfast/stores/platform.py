@@ -66,8 +66,8 @@ MAP_PRIVATE: int | None = getattr(mmap, "MAP_PRIVATE", None)
 MAP_SHARED: int | None = getattr(mmap, "MAP_SHARED", None)
 """Flags of a mapping. None on Windows, whose mappings have no flags."""
 
-REMOVES_OPEN_FILES = os.name != "nt"
-"""Whether a file can be removed or replaced while it is open."""
+CAN_DELETE_OPEN_FILES = os.name != "nt"
+"""Whether a file can be deleted or replaced while it is open. Windows refuses both."""
 
 HAS_DRIVES = os.name == "nt"
 """Whether a path may start with `C:`, and a backslash separates its parts."""

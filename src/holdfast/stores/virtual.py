@@ -55,7 +55,11 @@ class Virtual(Store):
         self._is_closed = False
 
     def put(self, entry: VirtualFile, key: str | None = None) -> str:
-        """Add or replace an entry, and return its key. Without a key, it gets a number."""
+        """Add or replace an entry, and return its key.
+
+        Without a key, the entry gets the number of entries as its key. Entries are never removed,
+        so this number is new.
+        """
         if key is None:
             key = str(len(self._entries))
         self._entries[key] = entry
@@ -91,6 +95,9 @@ class Virtual(Store):
         return self._over is not None and self._over.expect_size(key, nbytes)
 
     def can_read_sibling(self, key: str) -> bool:
+        # A save to a bucket checks its uploaded objects through a store of their keys, before it
+        # publishes them. The keys of the objects that it shares with another checkpoint are among
+        # them.
         return key in self._entries if self._over is None else self._over.can_read_sibling(key)
 
     def list(self) -> Sequence[str]:
@@ -104,9 +111,10 @@ class Virtual(Store):
         return self.entry(key).size() if store is None else store.size(key)
 
     def read(self, key: str, start: int, out: memoryview) -> None:
-        """Fill `out` with bytes of a file from the offset `start` on.
+        """Fill `out` with the bytes of a file, starting at offset `start`.
 
-        An entry computes them. Other keys are read from the store below.
+        If the key belongs to an entry, the entry computes the bytes. All other keys are read from
+        the underlying store.
         """
         store = self.get_underlying_store(key)
         if store is not None:
@@ -160,7 +168,8 @@ class Virtual(Store):
         file_nbytes = entry.size()
         if entry.read_nbytes is None or not file_nbytes:
             return nbytes
-        # In proportion to the whole file, rounded up.
+        # Which bytes of the sources a range needs is not known. So it gets its share of what the
+        # whole file needs, rounded up.
         return -(-nbytes * entry.read_nbytes // file_nbytes)
 
     def close(self) -> None:
@@ -171,6 +180,8 @@ class Virtual(Store):
 
     def __getstate__(self) -> object:
         if self._over is None:
+            # Over another store, the entries may still be functions that cannot be pickled: then
+            # pickle says so.
             raise Unsupported(
                 "content that this process computes cannot be read lazily in another process; "
                 "save it and send the path"
@@ -205,8 +216,9 @@ class ContentCache:
             return content
 
     def put(self, key: Hashable, content: np.ndarray) -> None:
-        """Add content, and drop the content that was used least recently."""
+        """Add or replace content, and drop the content that was used least recently."""
         with self.lock:
+            # The size of content that is replaced must not count twice.
             self._drop(key)
             while self._content and content.nbytes + self._nbytes > self._most_nbytes:
                 self._drop(next(iter(self._content)))
@@ -214,6 +226,7 @@ class ContentCache:
             self._nbytes += content.nbytes
 
     def _drop(self, key: Hashable) -> None:
+        """Remove content if it is cached. The caller holds the lock."""
         content = self._content.pop(key, None)
         if content is not None:
             self._nbytes -= content.nbytes

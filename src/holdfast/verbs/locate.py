@@ -50,7 +50,7 @@ def locate_checkpoint(path: str, limits: Limits) -> tuple[str, str]:
     place = place_at(path)
     if path.endswith(INDEX_ENDS) and not place.is_folder:
         # Opening the index says why it cannot be read, for example because it is not there.
-        place.store(limits, _recover_nothing).close()
+        place.open_store(limits, _recover_nothing).close()
         return place.parent, place.name
     name = PurePath(path).name or _name_working_folder()
     if place.on_disk and name.startswith(CACHED_MODEL):

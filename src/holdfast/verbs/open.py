@@ -328,7 +328,7 @@ def open_checkpoint_store(path: Openable, limits: Limits, *, store: object | Non
     # Only these places can stand for another one. The others need no look at the disk.
     if place.endswith(INDEX_ENDS) or CACHED_MODEL in place or not PurePath(place).name:
         place, index = locate_checkpoint(place, limits)
-    opened_store = place_at(place).store(limits, _find_recoverable)
+    opened_store = place_at(place).open_store(limits, _find_recoverable)
     opened_store.index = index
     return opened_store
 
@@ -346,7 +346,7 @@ def open_store(path: Openable, limits: Limits, *, store: object | None = None) -
     if isinstance(path, bytes | bytearray | memoryview):
         return MemoryStore({"bytes": path}, name="<bytes>")
     if isinstance(path, str | os.PathLike):
-        return place_at(place_of(path, store)).store(limits, _find_recoverable)
+        return place_at(place_of(path, store)).open_store(limits, _find_recoverable)
     if isinstance(path, io.IOBase) or all(hasattr(path, name) for name in ("read", "seek", "tell")):
         check_binary(path, "rb")
         return FileObjectStore(path)

@@ -214,6 +214,7 @@ class Upload:
             else:
                 await track_request(file.__aexit__(NotCommitted, None, None))
         finally:
+            # obstore stops an upload only when nobody has a reference to its file.
             del file
             await self.release()
 
@@ -254,18 +255,21 @@ class Listing:
         except StopAsyncIteration:
             return False
         except BaseException:
+            # The stream of pages is broken. The next call starts another one.
             self._pages = None
             raise
         self.objects.extend(map(_parse_metadata, page))
         return True
 
     def _start(self) -> AsyncIterator[Sequence[ObjectMeta]]:
-        """Return the pages behind the last object.
+        """Return the pages behind the last object that was received.
 
         If the store does not sort its keys, the objects are dropped and the listing starts anew.
         """
         import obstore
 
+        # A listing can only continue behind a key. In another order, objects with smaller keys may
+        # be missing.
         keys = [remote_object.key for remote_object in self.objects]
         if keys != sorted(keys):
             self.objects.clear()
@@ -299,6 +303,7 @@ class Bucket:
         self.supports_conditions: bool | None = None
         """Whether the store honors the conditions of a put. None until a save has tried it."""
         self.hedge_delays = HedgeDelays()
+        # The caller may have passed a client without such a setting.
         retry_config = getattr(client, "retry_config", None) or {}
         self._client_retries: int = retry_config.get("max_retries", OBSTORE_RETRIES)
 
@@ -329,7 +334,8 @@ class Bucket:
 
     def get_object(self, key: str, max_nbytes: int) -> ObjectContent:
         """Return a whole object. Raises `LimitExceeded`, without reading it, if it is too long."""
-        # The size is not known yet. Small documents are read this way, so their time class is used.
+        # The size is not known before the answer. Most objects that are read this way are small
+        # documents, so an answer counts as late when one of 1 MiB would be late.
         send = partial(self._get_hedged, key, {}, nbytes=1 << 20, max_nbytes=max_nbytes)
         return self._run(send, key, "reading it")
 
@@ -369,7 +375,8 @@ class Bucket:
             while await self._repeat(listing.receive_page, prefix, "listing it", MAX_RETRIES):
                 if len(listing.objects) > max_objects:
                     raise LimitExceeded(
-                        f"more objects than Limits(files={max_objects})",
+                        f"there are more than {max_objects:,} objects under this prefix; "
+                        "open a longer prefix, or raise Limits(files=…)",
                         file=self.url(prefix),
                         expected=max_objects,
                     )
@@ -466,8 +473,9 @@ class Bucket:
             attributes=_copy_attributes(attributes),
         )
         upload = Upload(self, key, file)
-        # The upload has the only reference to the file, so it can stop obstore by dropping it.
+        # Now only the upload has a reference to the file, so it can stop obstore by dropping it.
         del file
+        # If the program ends during the block, the event loop stops the upload.
         unfinished_uploads[upload] = upload.release
         try:
             try:
@@ -492,7 +500,8 @@ class Bucket:
 
         for start in range(0, len(keys), DELETE_OBJECTS):
             batch = list(keys[start : start + DELETE_OBJECTS])
-            # S3 ignores missing objects. Other stores answer with an error, which this drops.
+            # S3 ignores missing objects. Other stores answer with an error, for which
+            # `find_existing` returns None.
             find_existing(self._run, partial(send, batch), batch[0], "deleting it")
 
     def copy(self, source_key: str, target_key: str) -> None:
@@ -589,7 +598,14 @@ class Bucket:
     async def _repeat(
         self, send: Callable[[], Awaitable[T]], key: str, action: str, max_retries: int
     ) -> T:
-        """Send a request, again and again while it fails in a way that may pass."""
+        """Send a request, and repeat it while it fails in a way that may pass.
+
+        Args:
+            send: Sends the request once.
+            key: The key of the object, for messages.
+            action: What the request does, for messages: `reading it`.
+            max_retries: How often the request may be repeated, by obstore and here together.
+        """
         start_s = time.monotonic()
         attempt_count = 0
         for pause_s in iterate_pauses():
@@ -655,6 +671,8 @@ def get_bucket(url: Url) -> Bucket:
             file=str(url),
         ) from None
 
+    # A client that the caller passed is found by its id. The bucket keeps it alive, so the id cannot
+    # stand for another client. Without one, the client depends on the environment variables.
     if url.client is not None:
         cache_key: tuple[object, ...] = url.root, id(url.client)
     elif url.scheme == "memory":

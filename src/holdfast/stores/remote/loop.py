@@ -131,6 +131,8 @@ async def lend_memory(data: bytes | memoryview, *, is_kept: bool) -> AsyncIterat
     if is_kept:
         yield view
         return
+    # By its id, because a memoryview of writable memory cannot be the key of a dict. The view lives
+    # until the end of the block, so the id cannot stand for another object.
     active_requests[id(view)] = None
     try:
         yield view
@@ -140,7 +142,7 @@ async def lend_memory(data: bytes | memoryview, *, is_kept: bool) -> AsyncIterat
 
 
 def is_released(view: memoryview) -> bool:
-    """Return whether nobody else uses this memory."""
+    """Release a view of memory. Returns False if somebody else still uses the view."""
     try:
         view.release()
     except BufferError:
@@ -150,6 +152,7 @@ def is_released(view: memoryview) -> bool:
 
 async def poll_until(is_done: Callable[[], bool]) -> None:
     """Wait for a condition that usually takes microseconds, for at most `LEAVING_S`."""
+    # The first polls only let other tasks run. Later ones sleep, to leave the processor to others.
     poll_count = 0
     deadline = time.monotonic() + LEAVING_S
     while not is_done() and time.monotonic() < deadline:
@@ -165,8 +168,11 @@ unfinished_uploads: dict[object, Callable[[], Coroutine[Any, Any, object]]] = {}
 
 _lock = make_fork_safe(threading.Lock())
 _thread: threading.Thread | None = None
+"""The thread that runs the shared loop."""
+_shared_loop: RequestLoop | None = None
+"""The loop for the requests of all threads. It exists if `_thread` does."""
 _loops: list[RequestLoop] = []
-"""The loops that run. The one with a thread is the first."""
+"""All loops that run: the shared one, and those of `_run_on_own_loop`."""
 _was_used = False
 """Whether this process has used the client."""
 _is_forked = False
@@ -178,7 +184,8 @@ _is_ending = False
 def wait_for_answer(send: Callable[[], Awaitable[T]]) -> T:
     """Send a request to an object store and wait for its answer. An interrupt cancels the request.
 
-    Requests of all threads run on one event loop, which has a thread of its own.
+    Requests of all threads run on one event loop, which has a thread of its own. Only if this
+    process cannot start a thread, or the program ends, the request runs on a loop in this thread.
 
     Args:
         send: Sends the request. It is called on the thread of the loop.
@@ -188,37 +195,53 @@ def wait_for_answer(send: Callable[[], Awaitable[T]]) -> T:
     """
 
     async def send_and_wait() -> T:
+        # A client of obstore must be called on the thread of the loop that waits for its answer.
+        # This coroutine takes the call there. The caller has only made the coroutine.
         return await send()
 
     future = None
     with _lock:
-        if _start_loop():
-            future = asyncio.run_coroutine_threadsafe(send_and_wait(), _loops[0])
+        # The request is added under the lock. So it either comes before `_finish_requests`, which
+        # cancels it, or does not use the shared loop any more.
+        loop = _ensure_loop()
+        if loop is not None:
+            future = asyncio.run_coroutine_threadsafe(send_and_wait(), loop)
     if future is None:
         return _run_on_own_loop(send_and_wait)
     try:
         return future.result()
-    except BaseException as error:
+    except CancelledError:
+        # Requests are cancelled only when the program is shutting down.
+        raise _make_exit_error() from None
+    except BaseException:
+        # An interrupt ends the wait. The request must not go on without its caller.
         future.cancel()
-        # Nobody but the end of the program cancels a request.
-        if isinstance(error, CancelledError):
-            raise _make_exit_error() from None
         raise
 
 
-def _start_loop() -> bool:
-    """Start the loop if necessary. Returns False if no thread can start or the program ends."""
-    global _thread
+def _ensure_loop() -> RequestLoop | None:
+    """Return the shared loop, and start it if necessary. The caller holds the lock.
+
+    Returns:
+        None if no thread can start, or if the program ends.
+
+    Raises:
+        Unsupported: This process is a fork of one that had used the client.
+    """
+    global _shared_loop, _thread
     if _is_forked:
         raise make_fork_error("")
-    if _thread is None and not _is_ending:
+    if _is_ending:
+        return None
+    if _shared_loop is None:
         loop = RequestLoop()
         _thread = start_thread(loop.run_on_thread, name="object-store requests", daemon=True)
         if _thread is None:
             loop.close()
-        else:
-            _loops.insert(0, loop)
-    return _thread is not None and not _is_ending
+            return None
+        _shared_loop = loop
+        _loops.append(loop)
+    return _shared_loop
 
 
 def _run_on_own_loop(send: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -226,9 +249,11 @@ def _run_on_own_loop(send: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
     This is for processes that cannot start threads, and for requests while the program ends.
     """
+    # Nobody waits for a daemon thread, so its request could outlive the interpreter.
     if _is_ending and threading.current_thread().daemon:
         raise _make_exit_error()
     loop = RequestLoop()
+    # From now on, the end of the program cancels the requests of this loop as well.
     _loops.append(loop)
     try:
         try:
@@ -238,6 +263,7 @@ def _run_on_own_loop(send: Callable[[], Coroutine[Any, Any, T]]) -> T:
             # answers.
             loop.run_until_complete(poll_until(lambda: not loop.list_requests()))
     except asyncio.CancelledError:
+        # Requests are cancelled only when the program is shutting down.
         raise _make_exit_error() from None
     finally:
         _loops.remove(loop)
@@ -249,6 +275,7 @@ def _make_exit_error() -> Unsupported:
 
     A daemon thread sleeps instead: the user would see its error, but not its end.
     """
+    # The program ends before the thread wakes up.
     if threading.current_thread().daemon:
         time.sleep(PARKED_S)
     return Unsupported(
@@ -263,6 +290,7 @@ def _finish_requests() -> None:
     A thread of obstore that answers later would abort the process.
     """
     global _is_ending
+    # The loop waits twice for at most `LEAVING_S`: for cancelled requests, and for uploads.
     deadline = time.monotonic() + 2 * LEAVING_S
     with _lock:
         _is_ending = True
@@ -281,11 +309,14 @@ def _finish_requests() -> None:
 
 
 def _cancel_requests(loop: RequestLoop) -> None:
-    """Cancel the requests of a loop. If it has a thread, also stop the uploads and the loop."""
+    """Cancel the requests of a loop. If it is the shared loop, also stop the uploads and the loop.
+
+    The other loops end by themselves, when the call that started them returns.
+    """
     tasks = asyncio.all_tasks(loop)
     for request in (*tasks, *loop.list_requests()):
         request.cancel()
-    if _thread is not None and loop is _loops[0]:
+    if loop is _shared_loop:
         _stop_tasks.add(loop.create_task(_stop_loop(loop, tasks)))
 
 
@@ -297,6 +328,7 @@ async def _stop_loop(loop: RequestLoop, cancelled_tasks: set[asyncio.Task[Any]])
     """Stop the uploads and the loop, when the cancelled tasks have ended."""
     if cancelled_tasks:
         await asyncio.wait(cancelled_tasks, timeout=LEAVING_S)
+    # An upload that ends by itself meanwhile removes itself from the dict.
     for stop_upload in list(unfinished_uploads.values()):
         await stop_upload()
     await poll_until(lambda: not loop.list_requests())
@@ -326,9 +358,11 @@ def make_fork_error(file: str) -> Unsupported:
 
 def _forget_parent() -> None:
     """Drop the loops of the parent in a forked child, where their threads do not exist."""
-    global _is_forked, _thread
+    global _is_forked, _shared_loop, _thread
+    # A fork of a fork cannot use the client either.
     _is_forked = _is_forked or _was_used
     _thread = None
+    _shared_loop = None
     _loops.clear()
     active_requests.clear()
     unfinished_uploads.clear()

@@ -44,7 +44,7 @@ WINDOW_NBYTES = 128 << 10
 """The size of a window. Nine in ten safetensors headers are shorter."""
 
 MAX_WINDOWS = 64
-"""Windows that a store keeps in memory."""
+"""Windows that a store keeps in memory, in addition to those of the manifest."""
 
 REQUEST_NBYTES = 8 << 20
 """The largest size of one request. Several of them share a slow connection, and losing one is
@@ -93,25 +93,30 @@ class RemoteStore(Store):
         self.index = index
         self.bucket: Bucket = get_bucket(url)
         self._url = url
-        self._limits = limits or Limits()
+        self._limits = Limits() if limits is None else limits
         self._lock = make_fork_safe(threading.Lock())
         self._versions: dict[str, ObjectVersion] = dict(expected or {})
         """The version of each object, from its first answer on."""
         self._indexed_nbytes: dict[str, int] = {}
         """Sizes that an index records, until the first answer for the object."""
         self._windows: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        """Windows by the key of their file and their index. The last one was used last."""
+        self._manifest_windows: dict[tuple[str, int], memoryview] = {}
+        """The windows of the manifest, which are never dropped."""
         self._keys: Keys | None = None
         self._is_gone = False
         self._is_closed = False
         self._single: str | None = None
+        """The only key if the URL is that of an object. None if it is a prefix."""
         self._folder_store: RemoteStore | None = None
 
         # Each of these takes one request. Most URLs with a suffix are objects, and most others are
         # native checkpoints.
-        probes = [self._read_manifest, self._read_first_window]
         if url.has_suffix:
-            probes.reverse()
-        if not any(probe() for probe in probes) and not self.list():
+            exists = self._read_first_window() or self._read_manifest()
+        else:
+            exists = self._read_manifest() or self._read_first_window()
+        if not exists and not self.list():
             raise NoSuchPath("no such object, and no objects under this prefix", file=self.name)
 
     def _read_manifest(self) -> bool:
@@ -129,7 +134,7 @@ class RemoteStore(Store):
         self._record_version(MANIFEST, answer.metadata)
         for start in range(0, answer.data.nbytes, WINDOW_NBYTES):
             window = answer.data[start : start + WINDOW_NBYTES]
-            self._windows[MANIFEST, start // WINDOW_NBYTES] = window
+            self._manifest_windows[MANIFEST, start // WINDOW_NBYTES] = window
         return True
 
     def _read_first_window(self) -> bool:
@@ -140,7 +145,7 @@ class RemoteStore(Store):
         try:
             answer = self.bucket.get_range(key, 0, WINDOW_NBYTES)
         except Truncated:
-            # An empty object has no range to read.
+            # An empty object has no range to read, so the server refuses the request.
             answer = ObjectContent(memoryview(b""), self.bucket.head(key), {})
         except StoreError as error:
             if error.errno != errno.ENOENT:
@@ -178,7 +183,7 @@ class RemoteStore(Store):
         return key in self._versions or key in self._indexed_nbytes or key in self.list()
 
     def expect_size(self, key: str, nbytes: int) -> bool:
-        # Raises if the key is not valid.
+        # The key may come from a hostile index. This raises an error if it leads out of the prefix.
         self._object_key(key)
         with self._lock:
             if key in self._versions:
@@ -189,12 +194,16 @@ class RemoteStore(Store):
     def can_read_sibling(self, key: str) -> bool:
         """Return whether a key names a file of a checkpoint in the same bucket, beside this one.
 
-        Such a key starts with `../` (`core.keys`). It must not lead back into this prefix.
+        Such a key has the form `../FOLDER/NAME`, where NAME is that of a data file of a save
+        (`parse_sibling_key`). A single object and a whole bucket have no such checkpoints.
         """
         sibling = parse_sibling_key(key)
         if sibling is None or self._single is not None or not self._url.key:
             return False
-        return sibling[0] != self._url.key.rpartition("/")[2]
+        # A key such as `../step-2/x` of the checkpoint `step-2` would be a second key for its own
+        # file `x`.
+        sibling_folder = sibling[0]
+        return sibling_folder != self._url.key.rpartition("/")[2]
 
     def list(self) -> Sequence[str]:
         self._check_open()
@@ -209,10 +218,14 @@ class RemoteStore(Store):
 
         The versions of the objects are recorded, so no more requests are needed to know their
         sizes.
+
+        Raises:
+            LimitExceeded: There are more files than `Limits.files`, or twice as many objects.
         """
         prefix = f"{self._url.key}/" if self._url.key else ""
-        # Twice the limit, because the prefix may also have objects that are not files of a
-        # checkpoint.
+        # The limit is for files of a checkpoint. The prefix may have other objects as well, such as
+        # those of unfinished saves, so the listing itself may have twice as many. If there are still
+        # more, `list_objects` raises LimitExceeded.
         max_objects = max(self._limits.files, 1) * 2
         objects: dict[str, RemoteObject] = {}
         for remote_object in self.bucket.list_objects(prefix, max_objects):
@@ -226,6 +239,8 @@ class RemoteStore(Store):
         with self._lock:
             for key, remote_object in objects.items():
                 version = ObjectVersion(remote_object.nbytes, remote_object.etag)
+                # An object that was read before this listing keeps the version that was read. If it
+                # was replaced since, the next read requires the old ETag and raises Replaced.
                 self._versions.setdefault(key, version)
         return sorted(objects)
 
@@ -256,6 +271,7 @@ class RemoteStore(Store):
         if start < 0:
             message = f"cannot read from the negative offset {start}"
             raise Truncated(message, file=self.label(key), offset=0)
+        # A copy from memory needs no request.
         if self._has_windows(key, start, start + out.nbytes):
             self.peek(key, start, out)
             return
@@ -270,15 +286,16 @@ class RemoteStore(Store):
         Such a file is parsed piece by piece. Therefore its bytes come from windows, blocks of 128
         KiB that are fetched as a whole and kept, and not from a request for each piece.
         """
-        nbytes = self.size(key)
+        object_nbytes = self.size(key)
         stop = start + out.nbytes
-        if start < 0 or stop > nbytes:
-            raise self._make_truncated(key, start, stop, nbytes)
+        if start < 0 or stop > object_nbytes:
+            raise self._make_truncated(key, start, stop, object_nbytes)
+        # A long range is not worth many requests of one window each.
         if out.nbytes > WINDOW_NBYTES * 4 and not self._has_windows(key, start, stop):
             self.read(key, start, out)
             return
         for window_index in _window_indices(start, stop):
-            window = self._get_window(key, window_index, nbytes)
+            window = self._get_window(key, window_index, object_nbytes)
             window_start = window_index * WINDOW_NBYTES
             copy_start = max(start, window_start)
             copy_stop = min(stop, window_start + WINDOW_NBYTES)
@@ -292,7 +309,10 @@ class RemoteStore(Store):
         return version or self._record_version(key, self.bucket.head(self._object_key(key)))
 
     def find_changed(self) -> Sequence[str]:
-        """Return the objects that were replaced or deleted since they were opened."""
+        """Return the keys of the objects that were replaced or deleted since they were opened.
+
+        An object that cannot be checked counts as changed, even if only the network failed.
+        """
         with self._lock:
             versions = dict(self._versions)
         changed_keys = []
@@ -300,6 +320,8 @@ class RemoteStore(Store):
             try:
                 remote_object = self.bucket.head(self._object_key(key))
             except StoreError:
+                # The caller is about to publish what it read, or to overwrite the object. So
+                # "changed" is the safe answer.
                 changed_keys.append(key)
                 continue
             if (remote_object.nbytes, remote_object.etag) != version:
@@ -307,13 +329,16 @@ class RemoteStore(Store):
         return sorted(changed_keys)
 
     def identity(self, key: str = "") -> Hashable:
-        kind, root, url_key, client_id = self._url.identity
-        return kind, root, self._object_key(key) if key else url_key, client_id
+        if not key:
+            return self._url.identity
+        kind, root, _, client_id = self._url.identity
+        return kind, root, self._object_key(key), client_id
 
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
             self._windows.clear()
+            self._manifest_windows.clear()
         if self._folder_store is not None:
             self._folder_store.close()
 
@@ -331,15 +356,32 @@ class RemoteStore(Store):
         return self.bucket.url(self._object_key(key))
 
     def _object_key(self, key: str) -> str:
-        """Return the key of a file in the bucket. Raises an error if it would leave the prefix."""
+        """Return the key of an object in the bucket.
+
+        Args:
+            key: The key of the file in this store, which is relative to the prefix of the store. It
+                may come from a hostile index.
+
+        Raises:
+            StoreError: This store is a single object, and `key` is not its key.
+            UnsafePath: `key` leads out of the prefix, and is not the data file of a checkpoint
+                beside this one.
+        """
+        # Without slashes at either end; empty for the whole bucket.
+        prefix = self._url.key
         if self._single is not None:
             if key != self._single:
                 raise StoreError(f"there is no {key!r} in {self.name}", file=key)
-            return self._url.key
+            # The store was opened at the object itself.
+            return prefix
+        # These are the only keys outside the prefix. `can_read_sibling` has checked that `../` is
+        # followed by one folder and the name of a data file of a save, and by nothing else.
         if self.can_read_sibling(key):
             return self._url.sibling(key.removeprefix("../")).key
         checked_key = check_key(key)
-        return f"{self._url.key}/{checked_key}" if self._url.key else checked_key
+        if not prefix:
+            return checked_key
+        return f"{prefix}/{checked_key}"
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -373,39 +415,55 @@ class RemoteStore(Store):
 
     def _has_windows(self, key: str, start: int, stop: int) -> bool:
         """Return whether a range can be read without a request."""
-        return all((key, index) in self._windows for index in _window_indices(start, stop))
+        return all(
+            (key, index) in self._windows or (key, index) in self._manifest_windows
+            for index in _window_indices(start, stop)
+        )
 
-    def _get_window(self, key: str, window_index: int, nbytes: int) -> memoryview:
+    def _get_window(self, key: str, window_index: int, object_nbytes: int) -> memoryview:
         """Return one window (`WINDOW_NBYTES` bytes) of an object, and fetch it if necessary.
 
         Args:
-            key: The key of the object.
+            key: The key of the file in this store.
             window_index: The position of the window in the object, counted in windows.
-            nbytes: The size of the object.
+            object_nbytes: The size of the object.
         """
+        cache_key = (key, window_index)
         with self._lock:
-            window = self._windows.get((key, window_index))
-            if window is not None:
-                self._windows.move_to_end((key, window_index))
-                return window
+            if cache_key in self._manifest_windows:
+                return self._manifest_windows[cache_key]
+            if cache_key in self._windows:
+                self._windows.move_to_end(cache_key)
+                return self._windows[cache_key]
 
         # The last window is fetched together with the one before it. A zip directory lies at the
         # end, and nobody knows yet where it starts.
-        last_index = (nbytes - 1) // WINDOW_NBYTES
+        last_index = (object_nbytes - 1) // WINDOW_NBYTES
         first_index = window_index
         if window_index == last_index:
             first_index = max(window_index - 1, 0)
         fetch_start = first_index * WINDOW_NBYTES
-        window_start = window_index * WINDOW_NBYTES
-        data = self._fetch_range(key, fetch_start, min(window_start + WINDOW_NBYTES, nbytes))
+        fetch_stop = min((window_index + 1) * WINDOW_NBYTES, object_nbytes)
+        data = self._fetch_range(key, fetch_start, fetch_stop)
+
+        windows = {
+            first_index + offset // WINDOW_NBYTES: data[offset : offset + WINDOW_NBYTES]
+            for offset in range(0, data.nbytes, WINDOW_NBYTES)
+        }
+        self._keep_windows(key, windows)
+        return windows[window_index]
+
+    def _keep_windows(self, key: str, windows: Mapping[int, memoryview]) -> None:
+        """Keep windows of an object, by their indices, and drop those that were used least recently.
+
+        Windows of one answer share its memory, which is freed with the last of them. An answer has
+        at most two windows, so at most `2 * MAX_WINDOWS` windows occupy memory.
+        """
         with self._lock:
-            for index in range(first_index, window_index + 1):
-                offset = index * WINDOW_NBYTES - fetch_start
-                self._windows[key, index] = data[offset : offset + WINDOW_NBYTES]
-            # Drop the windows that were used least recently, but keep the manifest.
-            while len(self._windows) > MAX_WINDOWS and next(iter(self._windows))[0] != MANIFEST:
+            for window_index, window in windows.items():
+                self._windows[key, window_index] = window
+            while len(self._windows) > MAX_WINDOWS:
                 self._windows.popitem(last=False)
-        return data[window_start - fetch_start :]
 
     def _record_version(self, key: str, remote_object: RemoteObject) -> ObjectVersion:
         """Record the version of an object at its first answer. Every later answer must match it.
@@ -416,6 +474,7 @@ class RemoteStore(Store):
         """
         new_version = ObjectVersion(remote_object.nbytes, remote_object.etag)
         with self._lock:
+            # At the first answer, `setdefault` records the new version and returns it.
             version = self._versions.setdefault(key, new_version)
             indexed_nbytes = self._indexed_nbytes.pop(key, None)
         if version != new_version:
@@ -440,13 +499,21 @@ class RemoteStore(Store):
     ) -> StoreError:
         """Return the error to raise for an object.
 
-        This is `Replaced` if the object existed before, or if a manifest names it.
+        This is `Replaced` if the object existed before, or if a manifest names it. Its caller has
+        read the manifest of a checkpoint that is complete, so the object must have existed.
+
+        Args:
+            key: The key of the file in this store.
+            error: The error of the request.
+            version: The version of the object at its first answer. None if this was the first
+                request for it.
         """
         if isinstance(error, Replaced):
             self._is_gone = True
             return error
         with self._lock:
             was_there = version is not None or key in self._indexed_nbytes
+        # The network failed, or the object never existed.
         if error.errno != errno.ENOENT or not was_there:
             return error
         self._is_gone = True

@@ -49,8 +49,8 @@ Stamps = list[tuple[str, int, str]]
 Problem = Callable[[str, str], None]
 """Receives a place that cannot be listed, and the reason."""
 
-Recover = Callable[[str], str | None]
-"""Returns the path of the directory that replaces a missing one, or None."""
+FindSetAside = Callable[[str], str | None]
+"""Returns the path of the directory that an interrupted save has set aside for a path, or None."""
 
 
 class Url(str):
@@ -94,7 +94,9 @@ class Url(str):
     def url(self) -> Self:
         return self
 
-    absolute = real = url
+    # A URL has no working directory and no links.
+    absolute = url
+    real = url
 
     @property
     def name(self) -> str:
@@ -122,7 +124,10 @@ class Url(str):
         """Whether the name has a suffix, so that this is probably an object and not a prefix."""
         return SUFFIX.search(self.name) is not None
 
+    # Whether objects exist under the prefix takes a request (`normalize`). Until then, only the mark
+    # of the user counts.
     is_folder = is_marked_as_folder
+    # An object may exist here. Only a request can tell.
     may_be_file = True
 
     def below(self, name: str, *, folder: bool = False) -> Self:
@@ -133,9 +138,13 @@ class Url(str):
         return self._with_text(f"{self.rstrip('/').rpartition('/')[0]}/{name}")
 
     def file(self, key: str) -> str:
+        # The errors of a remote store name objects by their URLs (`RemoteStore.label`).
         if is_url(key):
             return key
-        return self if self.name == key else self.below(key)
+        # If this is a single object, its name is the only key.
+        if self.name == key:
+            return self
+        return self.below(key)
 
     def is_same(self, other: object) -> bool:
         return isinstance(other, Url) and self.identity == other.identity
@@ -199,7 +208,8 @@ class Url(str):
             (item.key.removeprefix(self.key), item.nbytes, str(item.etag)) for item in objects
         )
 
-    def store(self, limits: Limits, recover: Recover) -> Store:
+    def open_store(self, limits: Limits, find_set_aside: FindSetAside) -> Store:
+        # A save to an object store sets nothing aside, so the second argument is not used.
         from holdfast.stores.remote.store import RemoteStore
 
         return RemoteStore(self, limits=limits)
