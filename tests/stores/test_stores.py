@@ -11,9 +11,18 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.keys import check_key
-from holdfast.errors import LimitExceeded, Replaced, StoreError, Truncated, UnsafePath
+from holdfast.core.limits import Limits
+from holdfast.errors import (
+    LimitExceeded,
+    NoSuchPath,
+    Replaced,
+    StoreError,
+    Truncated,
+    UnsafePath,
+)
 from holdfast.stores.local import DescriptorStore, LocalStore
 from holdfast.stores.memory import FileObjectStore, MemoryStore
+from holdfast.stores.place import MAX_OPEN_ATTEMPTS, LocalPlace
 from tests.stores.conformance import StoreConformance, read_range
 
 
@@ -348,3 +357,30 @@ def test_a_file_that_is_opened_again_must_be_the_same(eight_files):
             read_range(store, "7", 0, 1)
         with pytest.raises(Replaced, match="is gone"):
             read_range(store, "6", 0, 1)
+
+
+def test_a_folder_that_an_interrupted_save_has_set_aside_is_opened(tmp_path):
+    write_files(tmp_path / "old", {"x": b"data"})
+    place = LocalPlace(str(tmp_path / "run"))
+    with closing(place.open_store(Limits(), lambda path: str(tmp_path / "old"))) as store:
+        assert read_range(store, "x", 0, 4) == b"data"
+
+
+def test_a_place_that_comes_back_during_the_search_is_opened(tmp_path):
+    def finish_save(path: str) -> None:
+        write_files(tmp_path / "run", {"x": b"data"})
+
+    with closing(LocalPlace(str(tmp_path / "run")).open_store(Limits(), finish_save)) as store:
+        assert store.list() == ["x"]
+
+
+def test_the_search_for_a_missing_place_ends(tmp_path):
+    searched_paths = []
+
+    def find_deleted_folder(path: str) -> str:
+        searched_paths.append(path)
+        return str(tmp_path / "deleted")
+
+    with pytest.raises(NoSuchPath):
+        LocalPlace(str(tmp_path / "run")).open_store(Limits(), find_deleted_folder)
+    assert len(searched_paths) == MAX_OPEN_ATTEMPTS

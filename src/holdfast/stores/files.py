@@ -114,8 +114,10 @@ class Files:
 
         With `dir_fd`, the path is a name in that directory, and must not be a link.
         """
-        link_flag = 0 if dir_fd is None else NO_FOLLOW
-        return self._open_descriptor(path, os.O_RDONLY | DIRECTORY | link_flag, dir_fd=dir_fd)
+        flags = os.O_RDONLY | DIRECTORY
+        if dir_fd is not None:
+            flags |= NO_FOLLOW
+        return self._open_descriptor(path, flags, dir_fd=dir_fd)
 
     def open(self, name: str, *, dir_fd: int) -> int:
         """Open an existing file to read or lock it. Refuses links, and does not wait for a pipe."""
@@ -126,7 +128,11 @@ class Files:
         return self._open_descriptor(name, os.O_RDWR | NO_FOLLOW | NON_BLOCKING, dir_fd=dir_fd)
 
     def hold(self, name: str, *, dir_fd: int) -> int | None:
-        """Open a file or directory only to keep its inode alive. None if this is impossible."""
+        """Open a file or directory only so that no new file gets its inode number.
+
+        Returns:
+            A descriptor, which cannot be read. None if the system has no such descriptors.
+        """
         if not PATH_ONLY:
             return None
         return self._open_descriptor(name, PATH_ONLY | NO_FOLLOW, dir_fd=dir_fd)
@@ -274,6 +280,7 @@ class Files:
         self._check_process()
         if not platform.lock(descriptor):
             return False
+        # `close` releases the lock of a descriptor that this object opened.
         if descriptor in _has_lock:
             _has_lock[descriptor] = True
         return True
@@ -326,6 +333,7 @@ def _forget_saves_of_parent() -> None:
     They stay open in the parent.
     """
     global _process_id
+    # `Files` objects of the parent notice by this number that they are in a child.
     _process_id = os.getpid()
     for descriptor in list(_has_lock):
         with suppress(OSError):
@@ -373,7 +381,7 @@ def read_all(
     descriptor = files.open(name, dir_fd=dir_fd)
     try:
         content = b""
-        # Reading in blocks allocates no memory for a length that the file only claims to have.
+        # Request one byte more than the file should have, to notice if it has grown.
         while block := files.pread(descriptor, entry.nbytes + 1 - len(content), len(content)):
             content += block
         return content if len(content) == entry.nbytes else None
@@ -469,7 +477,8 @@ def make_parents(path: str, *, durable: bool) -> None:
         durable: Whether the new folders must survive a power cut.
     """
     is_link = False
-    # A path that is too long raises here, before any of its folders is created.
+    # A missing path is not a link. A path that is too long raises OSError here, before any of its
+    # folders is created.
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         is_link = stat.S_ISLNK(os.lstat(path).st_mode)
     parent = os.path.dirname(path.rstrip("/")) or os.curdir
@@ -486,6 +495,7 @@ def make_parents(path: str, *, durable: bool) -> None:
         # Another process may create the same folder.
         with suppress(FileExistsError):
             os.mkdir(folder)
+        # The name of a new folder is an entry of its parent.
         if durable:
             platform.sync_directory(os.path.dirname(folder))
 
@@ -651,6 +661,7 @@ class PathFiles(Files):
                 entry.path = new_path + entry.path[len(old_path) :]
 
     def exchange(self, first: str, second: str, *, dir_fd: int) -> bool:
+        # Windows cannot exchange two names.
         return False
 
     def link(
@@ -689,6 +700,7 @@ class PathFiles(Files):
         from hashlib import blake2b
 
         self._check_process()
+        # If others could delete an open lock file, its existence would prove nothing.
         if platform.CAN_DELETE_OPEN_FILES:
             raise OSError(errno.ENOTSUP, "this system has no locks")
         entry = _get_open_entry(descriptor)
@@ -697,6 +709,7 @@ class PathFiles(Files):
         lock_name = f".holdfast.{digest}.lock"
         lock_path = os.path.join(folder, lock_name)
         try:
+            # This succeeds if the process that had the lock is dead.
             with suppress(FileNotFoundError):
                 os.unlink(lock_path)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS
@@ -723,7 +736,7 @@ class PathFiles(Files):
 
     def is_shared(self, descriptor: int) -> bool:
         self._check_process()
-        # Windows does not tell.
+        # Windows does not report whether other machines use a directory, so assume that they do.
         return True
 
     def longest_name(self, descriptor: int) -> int:
@@ -735,6 +748,7 @@ class PathFiles(Files):
         self._check_process()
         entry = _open_entries.pop(descriptor, None)
         try:
+            # Negative numbers stand for directories, which are not open.
             if descriptor >= 0:
                 os.close(descriptor)
         finally:
@@ -745,7 +759,11 @@ class PathFiles(Files):
                     os.unlink(lock_path)
 
     def _join_path(self, name: str, dir_fd: int) -> str:
-        """Return the path of a name in an open directory, which must not have been moved."""
+        """Return the path of a name in an open directory, or of the directory itself for ''.
+
+        Raises:
+            OSError: With ESTALE if another directory has the path by now.
+        """
         self._check_process()
         folder = _get_open_entry(dir_fd)
         if entry_from_status(os.stat(folder.path)).identity != folder.identity:
@@ -768,8 +786,11 @@ def _close_early(path: str) -> None:
     The number of such a file then means the null device, until the save that opened it closes it.
     """
     for number, entry in list(_open_entries.items()):
+        # Negative numbers stand for directories, which are not open.
         if number < 0 or entry.path != path:
             continue
+        # The number must stay in use. Otherwise another file could get it, and the save that opened
+        # this file would then close that one.
         null_descriptor = os.open(os.devnull, os.O_RDWR | OPEN_FLAGS)
         try:
             os.dup2(null_descriptor, number, inheritable=False)

@@ -139,6 +139,7 @@ class Folder:
         self._identity = status.st_dev, status.st_ino
 
     def _open_directory(self, file: OpenFile | None) -> os.stat_result:
+        """Keep the directory open and return its status. Opens it unless `file` is given."""
         if file is None:
             file = OpenFile(os.open(self.path, os.O_RDONLY | DIRECTORY | OPEN_FLAGS))
         self._file = file
@@ -150,6 +151,7 @@ class Folder:
         Files are only removed from a directory that was replaced. In place, all files are there.
         """
         try:
+            # The path exists again, so the checkpoint there is another one by now.
             if self._instead_of is not None and os.path.lexists(self._instead_of):
                 return False
             status = os.stat(self.path)
@@ -171,6 +173,7 @@ class Folder:
         try:
             self._collect_keys("", keys, max_files)
         except OSError as error:
+            # A file that disappears during the listing is normal only if the directory was replaced.
             if error.errno not in MISSING_ERRNOS or self.is_in_place():
                 raise
         if not self.is_in_place():
@@ -234,6 +237,7 @@ class Folder:
         except OSError as error:
             if error.errno not in LINK_ERRNOS:
                 raise
+        # A part of the key is a link.
         return self._open_link(key)
 
     def _open_link(self, key: str) -> OpenFile:
@@ -277,6 +281,7 @@ class PathFolder(Folder):
     """
 
     def _open_directory(self, file: OpenFile | None) -> os.stat_result:
+        # Windows cannot open a directory, so only its identity is recorded.
         return os.stat(self.path)
 
     @contextmanager
@@ -285,6 +290,7 @@ class PathFolder(Folder):
             yield entries
 
     def open(self, key: str) -> OpenFile:
+        # Without descriptors of folders, every key is followed by path and then checked.
         return self._open_link(check_key(key))
 
 
@@ -743,6 +749,7 @@ def _split_pattern(path: str) -> tuple[str, str]:
         the whole path and ''.
     """
     folder, pattern = os.path.split(path)
+    # A star in the name of a folder has no special meaning.
     if "*" not in pattern or os.path.lexists(path):
         return path, ""
     with suppress(OSError), os.scandir(folder or ".") as entries:

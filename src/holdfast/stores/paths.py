@@ -56,7 +56,7 @@ ABSOLUTE_PATH_HINT = "if a file has this name, give its absolute path"
 def local_path(path: object) -> str:
     """Return a path on this machine as text, with a leading `~` expanded.
 
-    A path that this function returned can be passed to it again and stays the same.
+    Callers at several levels call this function, so it returns its own results unchanged.
 
     Raises:
         NotAPath: The value is neither text nor a path object.
@@ -72,6 +72,7 @@ def local_path(path: object) -> str:
     if not isinstance(text, str):
         message = f"a path must be text, not {_describe_type(text)}; decode it with os.fsdecode"
         raise _make_error(message, text, error_type=NotAPath)
+    # Nearly all paths end here. The checks below are for the special cases of this module.
     if text and not UNUSUAL_CHARACTER.search(text):
         return text
 
@@ -99,6 +100,7 @@ def _expand_home(text: str) -> str:
     try:
         path = os.path.expanduser(text)
     except ValueError:
+        # The name of the user cannot be looked up, because it has a character that is not allowed.
         path = text
     # If there is no such user, the path still starts with a `~`.
     if _has_special_meaning(path):
@@ -115,6 +117,7 @@ def place_of(path: object, store: object | None = None) -> str:
         store: A client of an object store that the caller made.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    # Searching a colon is faster than the regular expression in `is_url`.
     if isinstance(text, str) and (store is not None or (":" in text and is_url(text))):
         from holdfast.stores.remote.url import parse_url  # only for object stores
 
@@ -150,6 +153,7 @@ def target_place(path: object, store: object | None = None, *, folder: bool = Fa
     ('m/', 'm/', 'm')
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    # Anything that is not text is passed on to `place_of`, which raises the error.
     if folder and isinstance(text, str) and text and not is_parsed_url(text):
         text = f"{text.rstrip('/')}/"
     return place_of(text, store)
@@ -238,6 +242,7 @@ def _use_forward_slashes(text: str) -> str:
 
 def _has_special_meaning(text: str) -> bool:
     """Return whether a path looks like a home, a URL, or a drive of another system."""
+    # On Windows these are ordinary paths: a server, or a drive.
     if HAS_DRIVES and (text.startswith("\\\\") or DRIVE.match(text)):
         return False
     return text.startswith(("~", "\\\\")) or SCHEME.match(text) is not None
@@ -245,6 +250,7 @@ def _has_special_meaning(text: str) -> bool:
 
 def _strip_leading_dots(text: str) -> str:
     """Remove `./` from the start of a path."""
+    # `.//x` is `./x`, and not the absolute path `/x`.
     while text.startswith("./"):
         text = text[2:].lstrip("/")
     return text

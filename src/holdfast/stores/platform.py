@@ -142,7 +142,7 @@ def check_c_result(result: int, *paths: str) -> bool:
 
 
 def _read_into_buffer(descriptor: int, buffers: list[memoryview], start: int) -> int:
-    """Replace preadv for one buffer: read a block and copy it."""
+    """Read a block into one buffer, for systems without `os.preadv`, which has these parameters."""
     (out,) = buffers
     block = read_block(descriptor, min(out.nbytes, BLOCK_NBYTES), start)
     out[: len(block)] = block
@@ -154,7 +154,7 @@ preadv: Callable[[int, list[memoryview], int], int] = getattr(os, "preadv", _rea
 
 
 def _seek_and_read(descriptor: int, nbytes: int, start: int) -> bytes:
-    """Replace pread: move the position of the file, read, and move it back."""
+    """Read at an offset, for systems without `os.pread`: seek, read, and seek back."""
     with _get_position_lock(descriptor):
         position = os.lseek(descriptor, 0, os.SEEK_CUR)
         try:
@@ -171,7 +171,8 @@ read_block: Callable[[int, int, int], bytes] = getattr(os, "pread", _seek_and_re
 
 
 def _seek_and_write(descriptor: int, data: memoryview, offset: int) -> int:
-    """Replace pwrite: move the position of the file and write."""
+    """Write at an offset, for systems without `os.pwrite`: seek and write."""
+    # The position is not restored: only saves write, and they always state the offset.
     with _get_position_lock(descriptor):
         os.lseek(descriptor, offset, os.SEEK_SET)
         return os.write(descriptor, data)
@@ -228,6 +229,7 @@ def sync(descriptor: int) -> None:
 
 @cache
 def _get_sync_file_range() -> ctypes._NamedFuncPointer | None:
+    """Return sync_file_range(2) of the C library, or None if the system does not have it."""
     function = c_function("sync_file_range")
     if function is not None:
         function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
@@ -242,7 +244,7 @@ def begin_sync(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def sync_directory(path: str) -> None:
-    """Do the same as `sync` for the names in a directory. Does nothing on Windows."""
+    """Wait until the names in a directory are on the disk. Does nothing on Windows."""
     if not OPENS_DIRECTORIES:
         return
     descriptor = os.open(path, os.O_RDONLY | DIRECTORY | OPEN_FLAGS)
@@ -277,6 +279,7 @@ def unlock(descriptor: int) -> None:
 
 
 def _refuse_call(descriptor: int, *values: int) -> None:
+    """Raise `OSError` with ENOTSUP, in place of a call that the system does not have."""
     raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
 
@@ -289,6 +292,7 @@ change_owner: Callable[[int, int, int], None] = getattr(os, "fchown", _refuse_ca
 
 def longest_name(descriptor: int) -> int:
     """Return how many bytes a name in an open directory may have."""
+    # Windows has no such call. Its file systems allow 255 characters, which is no fewer bytes.
     if not hasattr(os, "fpathconf"):
         return 255
     nbytes: int = os.fpathconf(descriptor, "PC_NAME_MAX")
@@ -356,6 +360,7 @@ def reserve(descriptor: int, nbytes: int) -> bool:
     if fallocate is None:
         return False
     fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    # A signal may interrupt the call, on a large file again and again.
     while True:
         try:
             return check_c_result(fallocate(descriptor, 0, 0, nbytes))
@@ -389,6 +394,8 @@ def map_private(descriptor: int, nbytes: int) -> mmap.mmap:
     """
     if not hasattr(mmap, "MAP_NORESERVE"):
         return mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY)
+    # Without NORESERVE, the kernel could refuse a file that is larger than the free memory, because
+    # each of its pages might be written to.
     flags = _mmap.MAP_PRIVATE | _mmap.MAP_NORESERVE
     return mmap.mmap(descriptor, nbytes, flags, _mmap.PROT_READ | _mmap.PROT_WRITE)
 
@@ -405,6 +412,7 @@ def allocate_unforked_memory(nbytes: int, *, large_pages: bool = True) -> mmap.m
     if large_pages:
         advice_names.insert(0, "MADV_HUGEPAGE")
     for name in advice_names:
+        # macOS has madvise without these kinds of advice.
         if hasattr(mmap, name) and hasattr(memory, "madvise"):
             memory.madvise(getattr(mmap, name))
     return memory
@@ -458,7 +466,7 @@ def request_large_pages(memory_ranges: Iterable[tuple[int, int]]) -> None:
 
 
 def most_open_files() -> int:
-    """Return how many files this process may have open."""
+    """Return how many files this process may have open: the soft limit, `ulimit -n`."""
     if _resource is None:
         return MIN_OPEN_FILES
     soft_limit: int = _resource.getrlimit(_resource.RLIMIT_NOFILE)[0]

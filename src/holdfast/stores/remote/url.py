@@ -156,6 +156,7 @@ class Url(str):
         """Find out with a request whether this is an object or a prefix, and record the result."""
         from holdfast.stores.remote.store import RemoteStore
 
+        # Creating a store sends the requests that tell an object from a prefix.
         store = RemoteStore(self, limits=limits)
         store.close()
         self.folder = store.is_folder
@@ -177,6 +178,7 @@ class Url(str):
             return
         for remote_object in objects:
             folder, _, name = remote_object.key.removeprefix(prefix).rpartition("/")
+            # A key that ends with a slash only marks a folder.
             if name:
                 file_names.setdefault(folder, []).append(name)
         for folder, names in sorted(file_names.items()):
@@ -200,6 +202,7 @@ class Url(str):
         objects = self._bucket.list_objects(f"{self.key}/", MAX_STAMPED_OBJECTS)
         single_object = find_existing(self._bucket.head, self.key)
         if single_object is not None:
+            # The object itself must be in the result once, whether or not the listing has it.
             objects = [item for item in objects if item.key != single_object.key]
             objects.insert(0, single_object)
         if not objects or any(item.etag is None for item in objects):
@@ -232,6 +235,7 @@ class Url(str):
 
 
 def _make_url(text: str, client: object | None, is_folder: bool) -> Url:
+    """Return a URL with its client and its mark as a folder, also when it is unpickled."""
     url = Url(text)
     url.client = client
     url.folder = is_folder
