@@ -41,12 +41,14 @@ class ArrayStorages:
 
     def read(self, storage_indices: Sequence[int]) -> list[bytes]:
         """Return the bytes of whole storages."""
+        # The order "A" keeps the bytes of a Fortran-ordered array as they are in memory.
         return [self._arrays[index].tobytes("A") for index in storage_indices]
 
     def read_ranges(
         self, storage_indices: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]
     ) -> list[memoryview]:
         """Return a range of bytes of each storage. One storage may occur several times."""
+        # Many rows may be views of one storage, so each storage is mapped only once.
         contents = {index: _map_array(self._arrays[index]) for index in set(storage_indices)}
         ranges: list[memoryview] = []
         for index, start, count in zip(storage_indices, starts, nbytes, strict=True):
@@ -66,7 +68,12 @@ class ArrayStorages:
 
 
 def _map_array(array: np.ndarray) -> memoryview:
-    """Return the memory of an array as bytes, without a copy. It is in C or Fortran order."""
+    """Return the memory of an array as bytes, without a copy.
+
+    Args:
+        array: An array that is contiguous in C or Fortran order.
+    """
+    # The transpose of an array in Fortran order is in C order, and has the same memory.
     if not array.flags.c_contiguous:
         array = array.T
     return byte_row(array).data
@@ -258,7 +265,7 @@ def _find_file_dtype(dtype: AnyDType) -> DType | None:
 
 
 def _normalize_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Return strides of which those that have no meaning are not negative.
+    """Return the strides of an array without negative ones that have no meaning.
 
     An axis of length 1 has no next element, and an empty array has no elements. So numpy may give
     them any strides, but a file format may refuse negative ones.
@@ -313,6 +320,7 @@ class MemoryTensors:
         """
         # A numpy scalar is copied, because it has no memory that stays at one address.
         array = np.asarray(array)
+        # Storages in memory have the byte order of this machine.
         if array.dtype.byteorder == ">":
             array = array.astype(array.dtype.newbyteorder("="))
         dtype = DTYPES.numpy(array.dtype)
@@ -323,17 +331,22 @@ class MemoryTensors:
             raise Unsupported(
                 f"numpy arrays of {array.dtype} are unpacked; save them as uint8 or as a LazyTensor"
             )
+
         # The root is the array without gaps that has the memory of this one and of other views.
+        # Views of the same root share one storage in the file.
         root = array
         while isinstance(root.base, np.ndarray) and root.base.flags.forc:
             root = root.base
+        # Gaps are not saved, and object arrays have no bytes: the elements are copied out of them.
         if not root.flags.forc or root.dtype.hasobject:
             array = np.ascontiguousarray(array)
             root = array
-        start = address_of(root)
-        storage = self.add_storage(start, _map_array(root), owner=root)
+
+        root_address = address_of(root)
+        storage = self.add_storage(root_address, _map_array(root), owner=root)
         strides = _normalize_strides(array.shape, array.strides)
-        return self.make_strided(storage, dtype, array.shape, strides, address_of(array) - start)
+        offset = address_of(array) - root_address
+        return self.make_strided(storage, dtype, array.shape, strides, offset)
 
     def add_storage(
         self, address: int, content: memoryview, *, owner: object, location: str = "cpu"
@@ -369,7 +382,17 @@ class MemoryTensors:
         offset: int,
         traits: Traits = PLAIN_TRAITS,
     ) -> LazyTensor:
-        """Return a tensor over a storage. Its offset and strides are in bytes."""
+        """Return a tensor over a storage.
+
+        Args:
+            storage: The storage.
+            dtype: The dtype of the elements.
+            shape: The shape.
+            strides: The bytes from one element to the next, for each axis.
+            offset: The byte of the storage where the first element starts.
+            traits: What else the tensor has, such as its flags.
+        """
+        # An empty tensor has no elements, so any offset and strides are true. Formats accept zeros.
         if 0 in shape:
             strides = (0,) * len(shape)
             offset = 0

@@ -309,15 +309,17 @@ class ComputedStorages:
         self._computations = computations
         self._first_computed = len(origin.nbytes)
         """The index of the first computed storage."""
+        not_computed = np.full(self._first_computed, -1)
         self._computation_indices: Ints = np.concatenate(
-            [np.full(self._first_computed, -1), np.array(computation_indices, np.int64)]
+            [not_computed, np.array(computation_indices, np.int64)]
         )
         """The computation of each storage; -1 for storages that are not computed."""
-        sizes: list[int] = []
+        computed_nbytes: list[int] = []
         for original, index in zip(originals, computation_indices, strict=True):
-            sizes.append(original.size * computations[index].dtype.numpy.itemsize)
+            computed_nbytes.append(original.size * computations[index].dtype.numpy.itemsize)
+        # To read a computed storage means to read as many bytes as its original has.
         original_nbytes = np.array([original.nbytes for original in originals], np.int64)
-        self.nbytes: Ints = np.concatenate([origin.nbytes, np.array(sizes, np.int64)])
+        self.nbytes: Ints = np.concatenate([origin.nbytes, np.array(computed_nbytes, np.int64)])
         self.read_nbytes: Ints = np.concatenate([origin.read_nbytes, original_nbytes])
         original_stores = [original.source.store for original in originals]
         self.stores = tuple(dict.fromkeys((*origin.stores, *original_stores)))
@@ -388,6 +390,7 @@ class ComputedStorages:
         for position, content in zip(stored_positions, stored_contents, strict=True):
             contents[position] = content
 
+        # `read_tensors` reads the originals of all computed storages together.
         originals: list[LazyTensor] = []
         for position in computed_positions:
             originals.append(self._originals[storage_indices[position] - self._first_computed])
@@ -545,6 +548,7 @@ class DequantizedTensors(SourcedStore):
             return tensor
         view = identify_view(tensor)
         if view not in self._decoded:
+            # Blocks that cannot be decoded are no error here: the caller asked for all that can.
             try:
                 self._decoded[view] = self.decode(tensor)
             except Unsupported:
@@ -580,7 +584,9 @@ class DequantizedTensors(SourcedStore):
                 "blocks; dequantize the tensor first, and slice the result",
                 tensor=tensor.name,
             )
+        # The decoded elements are new, so they are not a view of another storage.
         traits = replace(tensor.traits, blocks=None, alias=None)
+        # A tensor of the meta device has no blocks to decode.
         if tensor.traits.meta:
             return replace(tensor, dtype=float32, shape=shape, traits=traits)
         block_count = tensor.size // block_type.nbytes

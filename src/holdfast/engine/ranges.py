@@ -108,6 +108,7 @@ def _read_in_parallel(store: Store, reads: RangeReads, *, threads: int, policy: 
 
     The reads of each file are divided into tasks, which the threads take one after the other.
     """
+    # Columns may be lists. Planning the reads needs arrays.
     profile = store.read_profile
     starts = np.asarray(reads.starts, np.int64)
     nbytes = np.asarray(reads.nbytes, np.int64)
@@ -135,6 +136,7 @@ def _read_in_parallel(store: Store, reads: RangeReads, *, threads: int, policy: 
         for first_read, stop_read in split_into_tasks(reader.joined_reads, task_nbytes):
             tasks.append(partial(reader.run, first_read, stop_read, policy.block_nbytes))
     run_reads(tasks, threads, stores=[store])
+    # Only now are all pieces of every range read.
     for reader in file_readers:
         reader.check_cut_ranges()
     return total_nbytes
@@ -238,6 +240,7 @@ def read_joined(store: Store, reads: JoinedReads, read_index: int, scratch: Scra
     stop = reads.stops.item(read_index)
     if store.read_profile.is_in_memory:
         content = store.map(reads.key)
+        # If the range reaches beyond the end of the file, `store.read` raises the error.
         if content is not None and stop <= content.nbytes:
             return content[start:stop]
     data = scratch.reserve(stop - start)

@@ -347,7 +347,9 @@ class MemoryBudget(Value, frozen=True):
     """How many threads may work within a limit of memory, and the size of their blocks."""
 
     threads: int
+    """The number of threads."""
     block_nbytes: int
+    """The size of a block. Each thread may have `BLOCKS_PER_THREAD` of them in memory."""
     peak_nbytes: int
     """The most memory that this takes, including the interpreter."""
 
@@ -401,13 +403,15 @@ def plan_memory(
         if request_count:
             needed_nbytes *= 2
         needed_nbytes += BASE_NBYTES
-        message = (
-            f"max_memory is too small: one thread needs {needed_nbytes:,} bytes; pass at least that"
-        )
         if thread_count > 1:
             message = (
                 f"max_memory is too small: {thread_count} threads need {needed_nbytes:,} bytes; "
                 "pass at least that, or fewer threads"
+            )
+        else:
+            message = (
+                f"max_memory is too small: one thread needs {needed_nbytes:,} bytes; pass at least "
+                "that"
             )
         raise LimitExceeded(message, expected=needed_nbytes, found=max_nbytes)
     return MemoryBudget(thread_count, block_nbytes, BASE_NBYTES + block_count * block_nbytes)
@@ -425,6 +429,7 @@ def count_reading_threads(
     """
     if max_memory is None:
         return threads or default_threads(processes)
+    # Such functions have a fixed block size, so only the number of threads depends on the memory.
     budget = plan_memory(
         max_memory, threads, min_block_nbytes=MAX_BLOCK_NBYTES, processes=processes
     )
