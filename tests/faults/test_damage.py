@@ -265,7 +265,7 @@ def test_the_checksum_that_was_expected_is_named(folder):
     path = folder / "holdfast.json"
     path.write_bytes(path.read_bytes().replace(b'"step":1000', b'"step":9000'))
     with pytest.raises(
-        Corrupted, match=r"has the checksum .* and records .*get it again"
+        Corrupted, match=r"has the checksum .* and records .*download or copy it again"
     ) as caught:
         holdfast.open(folder)
     assert f"{caught.value.expected:08x}" == json.loads(path.read_text())["self"]

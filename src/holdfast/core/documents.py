@@ -72,7 +72,7 @@ class DocumentType(Value, Generic[D], frozen=True, eq=False, kw_only=True):
     """The indentation, as for `msgspec.json.format`. -1 is a text without any spaces."""
     is_canonical: bool = False
     """Whether only the very text that `write_document` returns is accepted."""
-    remedy: str = "get it again"
+    remedy: str = "download or copy it again"
     """What to do about a damaged document, for messages."""
 
     @property
@@ -125,7 +125,8 @@ def read_document(
         document_type: What the text should be.
         raw: The text, in UTF-8.
         limits: Limits for its length and depth.
-        file: The file that it was read from, for messages.
+        file: The file that it was read from, for messages. By default the one that documents of
+            this type are stored in.
 
     Raises:
         Corrupted: The checksum does not match, or is missing.
@@ -136,17 +137,20 @@ def read_document(
     first_sealed_version = document_type.first_sealed_version
     with error_context(file=file or document_type.file or None):
         check_length(document_type, len(raw), limits, file=file)
+        # The checksum is compared before anything is parsed, so that damage is reported as damage.
         is_sealed = False
         if first_sealed_version is not None:
             is_sealed = check_seal(raw, f"the {document_type.name}", document_type.remedy)
             if not is_sealed and first_sealed_version == document_type.versions[0]:
-                # Every version has a checksum, so there is no need to look at this one's number.
+                # All versions of this type have a checksum, so the version need not be known.
                 raise _make_unsealed_error(document_type, document_type.name)
 
+        # Nearly every document is the text that Holdfast writes, which is decoded fast.
         value = decode_canonical(document_type, raw)
         if value is None:
             value = decode_strictly(document_type, raw, limits)
 
+        # Early versions of some types have no checksum.
         version: int = getattr(value, "version", 0)
         must_be_sealed = first_sealed_version is not None and version >= first_sealed_version
         if must_be_sealed and not is_sealed:
@@ -169,7 +173,14 @@ def check_length(
     *,
     file: str | None = None,
 ) -> None:
-    """Raise `LimitExceeded` if a text of this length is too long for its type."""
+    """Raise `LimitExceeded` if a text of this length is too long for its type.
+
+    Args:
+        document_type: What the text should be.
+        nbytes: The length of the text.
+        limits: They have the limit for types without one of their own.
+        file: The file of the text, for messages. By default that of the type.
+    """
     max_nbytes = document_type.max_nbytes
     if max_nbytes is None:
         max_nbytes = limits.index_nbytes
@@ -190,9 +201,14 @@ def decode_canonical(document_type: DocumentType[D], raw: bytes) -> D | None:
 
     Any other text returns None, whether it is valid or not. `decode_strictly` reads it.
     """
-    text = raw if document_type.first_sealed_version is None else raw.rstrip(b" ")
+    # Spaces follow a document that has a checksum, so that it can have a given length.
+    text = raw
+    if document_type.first_sealed_version is not None:
+        text = raw.rstrip(b" ")
     try:
         value = _decode(document_type, raw)
+        # If msgspec writes the same text again, it has no double keys or unusual numbers. Messages
+        # are not compared, because only Holdfast writes them.
         if not document_type.is_message and not _encodes_to(document_type, value, text):
             return None
     except FAILURES:
@@ -205,9 +221,10 @@ def decode_canonical(document_type: DocumentType[D], raw: bytes) -> D | None:
     version: int = getattr(value, "version", 0)
     if version not in document_type.versions:
         return None
-    for name, first_version in document_type.field_versions.items():
-        attribute = getattr(value, ATTRIBUTES.get(name, name))
-        if version < first_version and attribute is not msgspec.UNSET:
+    # A document of an early version cannot have a field that only later versions have.
+    for field_name, first_version in document_type.field_versions.items():
+        field_value = getattr(value, ATTRIBUTES.get(field_name, field_name))
+        if version < first_version and field_value is not msgspec.UNSET:
             return None
     return value
 
@@ -215,10 +232,12 @@ def decode_canonical(document_type: DocumentType[D], raw: bytes) -> D | None:
 def decode_strictly(document_type: DocumentType[D], raw: bytes, limits: Limits) -> D:
     """Return the value of a text, or raise an error with the place where something is wrong.
 
-    This is slower than `decode_canonical`, which reads nearly all documents.
+    This is slower than `decode_canonical`, which reads nearly all documents and returned None for
+    this text.
     """
+    # The document as dicts and lists, in which the place of an error is searched. Only Holdfast
+    # writes a document that must be canonical, so the place of an error would help nobody.
     document: object = None
-    # Only Holdfast writes a document that must be canonical, so an exact place would help nobody.
     if not document_type.is_canonical:
         document = parse(raw, limits)
     if document_type.versions:
@@ -272,7 +291,10 @@ def encode_message(value: object) -> bytes:
 
 
 def _replace_texts(value: object, change: Callable[[str], str]) -> object:
-    """Return a copy of a message in which every text is changed. Messages are not nested deep."""
+    """Return a copy of a message in which a function has changed every text, also texts as keys.
+
+    This recurses, because only Holdfast writes messages and they are not nested deep.
+    """
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list | tuple):
@@ -297,15 +319,21 @@ def _encodes_to(document_type: DocumentType[D], value: D, text: bytes) -> bool:
 
     A field with very many entries is encoded and compared in batches, so that there is never a
     second copy of the whole text.
+
+    Args:
+        document_type: The type of the document.
+        value: The value that the text was decoded to.
+        text: The text, without spaces at its end.
     """
-    name = document_type.largest_field
-    if not name:
+    field_name = document_type.largest_field
+    if not field_name:
         return _encode(document_type, value) == text
 
-    entries: Mapping[str, object] = getattr(value, name)
-    value_without_entries = msgspec.structs.replace(value, **{name: {}})  # type: ignore[type-var]  # a type with such a field is a struct
+    # Encode the value without the entries, and split the result where the entries belong.
+    entries: Mapping[str, object] = getattr(value, field_name)
+    value_without_entries = msgspec.structs.replace(value, **{field_name: {}})  # type: ignore[type-var]  # a type with such a field is a struct
     text_without_entries = msgspec.json.encode(value_without_entries)
-    prefix, opening, suffix = text_without_entries.partition(b'"%s":{' % name.encode())
+    prefix, opening, suffix = text_without_entries.partition(b'"%s":{' % field_name.encode())
     if not text.startswith(prefix + opening) or not text.endswith(suffix):
         return False
 
@@ -313,16 +341,24 @@ def _encodes_to(document_type: DocumentType[D], value: D, text: bytes) -> bool:
     separator = b""
     remaining_entries = iter(entries.items())
     while batch := dict(islice(remaining_entries, BATCH_LENGTH)):
+        # The braces around the batch are not in the text, where the next batch follows.
         batch_text = separator + msgspec.json.encode(batch)[1:-1]
         if not text.startswith(batch_text, offset):
             return False
         offset += len(batch_text)
         separator = b","
+    # The entries and the suffix must be all of the text, without anything between them.
     return offset + len(suffix) == len(text)
 
 
 def _check_version(document_type: DocumentType[D], document: object) -> None:
-    """Check the format and the version of a parsed document, and that its fields have them."""
+    """Check the format and the version of a parsed document, and that its version has its fields.
+
+    Raises:
+        HeaderError: The format is another one, there is no version, or a field belongs to a later
+            version.
+        Unsupported: The version cannot be read.
+    """
     name = document_type.name
     if not isinstance(document, dict):
         raise HeaderError(f"at $: expected an object, found {describe_json(document)}")
@@ -348,7 +384,9 @@ def _check_version(document_type: DocumentType[D], document: object) -> None:
         )
 
     for field_name in document:
-        if document_type.field_versions.get(field_name, version) > version:
+        # Fields that are not listed exist in every version.
+        first_version = document_type.field_versions.get(field_name, version)
+        if first_version > version:
             raise HeaderError(f"at {format_pointer(field_name)}: a {name} has no such field")
 
 
@@ -367,6 +405,8 @@ def _explain_failure(document_type: DocumentType[D], document: object, failure: 
         document: The parsed document.
         failure: The message, such as "Expected `str`, got `int` - at `$.files[0].name`".
     """
+    # The messages of msgspec have four forms: an unknown field, a missing field, a value of the
+    # wrong type with "got", and other texts. A message without a path is about the document itself.
     reason, _, path = failure.partition(" - at `$")
     place = _resolve_path(document_type, document, path.removesuffix("`"))
     unknown_field = UNKNOWN_FIELD.fullmatch(reason)
@@ -378,9 +418,10 @@ def _explain_failure(document_type: DocumentType[D], document: object, failure: 
     missing_field = MISSING_FIELD.fullmatch(reason)
     if missing_field:
         return f"at {pointer}: the field {missing_field[1]} is missing"
-    expectation, got, _ = reason.partition(", got ")
+    # msgspec calls only the type that it got. The message describes the value.
+    expectation, got_separator, _ = reason.partition(", got ")
     message = f"at {pointer}: {expectation[:1].lower()}{expectation[1:]}"
-    if got:
+    if got_separator:
         message += f", found {describe_json(place.value)}"
     return message
 
@@ -394,7 +435,14 @@ class _Place(NamedTuple):
 
 
 def _resolve_path(document_type: DocumentType[D], document: object, path: str) -> _Place:
-    """Return the place in a document that a path of msgspec means, such as `.files[0].name`."""
+    """Return the place in a document that a path of msgspec means, such as `.files[0].name`.
+
+    Args:
+        document_type: What the document should be. Its types help to find a key that msgspec left
+            out of the path.
+        document: The parsed document.
+        path: The path, without the `$` for the whole document.
+    """
     steps: list[str | int] = []
     value = document
     value_type: object = document_type.decoder.type
@@ -403,9 +451,12 @@ def _resolve_path(document_type: DocumentType[D], document: object, path: str) -
         if field_name:
             step = field_name
             value_type = _find_field_type(value_type, field_name)
+        elif index == "...":
+            # msgspec writes this for any key of a dict. The right key is that of a wrong value.
+            step = _find_wrong_key(value, value_type)
+            value_type = _find_item_type(value_type)
         else:
-            # For any key of a dict, msgspec writes `[...]`. The key is that of a wrong value.
-            step = _find_wrong_key(value, value_type) if index == "..." else int(index)
+            step = int(index)
             value_type = _find_item_type(value_type)
         steps.append(step)
         value = value[step]  # type: ignore[index]  # msgspec has gone this way
@@ -444,10 +495,16 @@ SELF = "self"
 ATTRIBUTES = {SELF: "sealed"}
 """Fields whose attributes have another name in a struct."""
 
-OPENING = b',"self":"'
-BLANK = b"00000000"
-CLOSING = b'"}'
-SEAL_NBYTES = len(OPENING) + len(BLANK) + len(CLOSING)
+SEAL_OPENING = b',"self":"'
+"""The start of the last field, up to the digits of its checksum."""
+
+BLANK_DIGITS = b"00000000"
+"""Stands in the place of the digits while the checksum is computed."""
+
+SEAL_CLOSING = b'"}'
+"""The end of the last field, and the brace that closes the document."""
+
+SEAL_NBYTES = len(SEAL_OPENING) + len(BLANK_DIGITS) + len(SEAL_CLOSING)
 """The length of the last field, from its comma to the brace that closes the document."""
 
 HEX = frozenset("0123456789abcdef")
@@ -455,7 +512,10 @@ HEX = frozenset("0123456789abcdef")
 
 def parse_crc(digits: object) -> int | None:
     """Return the CRC-32 that eight hexadecimal digits stand for. None for anything else."""
-    if not isinstance(digits, str) or len(digits) != len(BLANK) or not HEX.issuperset(digits):
+    if not isinstance(digits, str) or len(digits) != len(BLANK_DIGITS):
+        return None
+    # `int` would accept more than hexadecimal digits, such as underscores.
+    if not HEX.issuperset(digits):
         return None
     return int(digits, 16)
 
@@ -471,9 +531,13 @@ def seal(raw: bytes, nbytes: int = 0) -> bytes:
 
 
 def seal_pieces(pieces: Iterable[bytes], nbytes: int = 0) -> Iterator[bytes]:
-    """Yield the pieces of a JSON object without its last brace, and then its seal.
+    """Yield the pieces of a JSON object without its last brace, and then its checksum and the brace.
 
-    As `seal`, for an object that is too large to be in memory twice.
+    This does the same as `seal`, for an object that is too large to be in memory twice.
+
+    Args:
+        pieces: The text of the object in order, without its last brace.
+        nbytes: The length that is reached with spaces, if the object is not longer by itself.
     """
     crc = 0
     length = 0
@@ -492,36 +556,45 @@ def make_seal(crc: int, length: int, nbytes: int = 0) -> bytes:
         length: The length of the document up to its last brace.
         nbytes: The length of the whole document, if it is not longer by itself.
     """
-    end = CLOSING.ljust(nbytes - length - len(OPENING) - len(BLANK))
-    return OPENING + b"%08x" % crc32(OPENING + BLANK + end, crc) + end
+    closing_nbytes = nbytes - length - len(SEAL_OPENING) - len(BLANK_DIGITS)
+    closing = SEAL_CLOSING.ljust(closing_nbytes)
+    # The checksum covers the whole document, with zeros in the place of its own digits.
+    document_crc = crc32(SEAL_OPENING + BLANK_DIGITS + closing, crc)
+    return SEAL_OPENING + b"%08x" % document_crc + closing
 
 
-def check_seal(raw: bytes, subject: str, remedy: str = "get it again") -> bool:
-    """Compare the checksum at the end of a document with its bytes.
+def check_seal(raw: bytes, subject: str, remedy: str = "download or copy it again") -> bool:
+    """Compare the seal of a document with its bytes.
 
-    The checksum covers the whole document, with zeros in the place of its own digits.
+    The seal is the last field, `"self":"5bb0e7a9"`. It has the CRC-32 of the whole document, in
+    which zeros stand in the place of these digits.
 
     Args:
         raw: The document.
-        subject: What the document is, for messages: "the seal".
+        subject: What the document is, for messages: "the manifest".
         remedy: What to do about a damaged document, for messages.
 
     Returns:
-        False if there is no checksum at the end.
+        True if the document has a seal that matches, False if it has none.
 
     Raises:
-        Corrupted: The checksum does not match.
+        Corrupted: The document has a seal that does not match.
     """
-    end = len(raw.rstrip(b" "))
-    tail = raw[max(end - SEAL_NBYTES, 0) : end]
-    if len(tail) != SEAL_NBYTES or not tail.startswith(OPENING) or not tail.endswith(CLOSING):
+    # A writer may append spaces so that the document has a given length. The seal is before them.
+    seal_stop = len(raw.rstrip(b" "))
+    last_field = raw[max(seal_stop - SEAL_NBYTES, 0) : seal_stop]
+    if len(last_field) != SEAL_NBYTES:
+        return False
+    if not last_field.startswith(SEAL_OPENING) or not last_field.endswith(SEAL_CLOSING):
         return False
 
-    digits_stop = end - len(CLOSING)
-    digits_start = digits_stop - len(BLANK)
+    digits_stop = seal_stop - len(SEAL_CLOSING)
+    digits_start = digits_stop - len(BLANK_DIGITS)
     digits = raw[digits_start:digits_stop].decode("latin-1")
+    # A memoryview slices a large document without a copy.
     memory = memoryview(raw)
-    crc = crc32(BLANK, crc32(memory[:digits_start]))
+    crc = crc32(memory[:digits_start])
+    crc = crc32(BLANK_DIGITS, crc)
     crc = crc32(memory[digits_stop:], crc)
     if digits != f"{crc:08x}":
         raise Corrupted(

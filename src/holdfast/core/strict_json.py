@@ -100,8 +100,8 @@ def parse(raw: bytes, limits: Limits, *, file: str | None = None, start: int = 0
         HeaderError: It is not JSON, or programs would understand it in different ways.
         LimitExceeded: It nests more deeply than `limits.depth`.
     """
-    count = _count_containers(raw, limits.depth, file, start)
-    _check_container_count(count, len(raw), file, start)
+    container_count = _count_containers(raw, limits.depth, file, start)
+    _check_container_count(container_count, len(raw), file, start)
     return _parse(raw, file, start)
 
 
@@ -124,10 +124,10 @@ def parse_values(
             values together have too many lists and objects.
         LimitExceeded: A value nests more deeply than `limits.depth`.
     """
-    count = 0
+    container_count = 0
     for raw in raw_values.values():
-        count += _count_containers(raw, limits.depth, None, 0)
-    _check_container_count(count, nbytes, None, 0)
+        container_count += _count_containers(raw, limits.depth, None, 0)
+    _check_container_count(container_count, nbytes, None, 0)
     return {name: _parse(raw, None, 0) for name, raw in raw_values.items()}
 
 
@@ -202,24 +202,47 @@ def _parse(raw: bytes, file: str | None, start: int) -> object:
     msgspec parses it and writes it again. If the result has the same bytes, except for spaces, the
     document has nothing that programs understand in different ways, such as two equal keys. All
     other documents are parsed slowly, with checks.
+
+    Args:
+        raw: The document.
+        file: The name of its file, for errors. None if it is not known.
+        start: The offset of the document in its file, for errors.
     """
+    # msgspec would take quadratic time to convert a very long integer.
+    if _has_long_number(raw):
+        return _parse_slowly(raw, file, start)
     try:
-        if LONG_NUMBER not in raw.translate(DIGITS_TO_ZERO):
-            value: object = msgspec.json.decode(raw)
-            written = msgspec.json.encode(value)
-            if written.translate(None, SPACES) == raw.translate(None, SPACES):
-                return value
+        value: object = msgspec.json.decode(raw)
+        written = msgspec.json.encode(value)
     except (ValueError, RecursionError, msgspec.MsgspecError):
         # The slow parser has better error messages.
-        pass
+        return _parse_slowly(raw, file, start)
+
+    is_unambiguous = written.translate(None, SPACES) == raw.translate(None, SPACES)
+    if is_unambiguous:
+        return value
     return _parse_slowly(raw, file, start)
+
+
+def _has_long_number(raw: bytes) -> bool:
+    """Return whether a document may have an integer that is longer than any 64-bit integer.
+
+    All digits are made zeros, so that a search for a fixed text finds any long row of digits. It
+    also finds one inside of a string. That does no harm, because the slow parser reads it correctly.
+    """
+    return LONG_NUMBER in raw.translate(DIGITS_TO_ZERO)
 
 
 def _parse_slowly(raw: bytes, file: str | None, start: int) -> object:
     """Parse a document with Python's `json`, and refuse what programs understand differently.
 
-    Hooks of the parser put a `Flaw` in place of each such value. They cannot raise an error that
-    says where it is, so the parsed document is searched afterwards.
+    Hooks of the parser put a `Flaw` in place of each such value. A hook does not know where in the
+    document its value is, so the parsed document is searched afterwards for the error message.
+
+    Args:
+        raw: The document.
+        file: The name of its file, for errors. None if it is not known.
+        start: The offset of the document in its file, for errors.
 
     Raises:
         HeaderError: The document is not JSON, or has a flaw.
@@ -244,14 +267,16 @@ def _parse_slowly(raw: bytes, file: str | None, start: int) -> object:
         offset = start + len(text[: error.pos].encode())
         raise HeaderError(f"not JSON: {error.msg}", file=file, offset=offset) from None
     except RecursionError:
-        # The depth was checked, but a caller may have set the limit above what the call stack
-        # allows.
+        # The depth was checked. A caller may have set `Limits(depth=…)` to more levels than
+        # Python's parser can recurse.
         raise LimitExceeded(
             "the JSON document nests too deeply to be parsed; pass a lower Limits(depth=…)",
             file=file,
             offset=start,
         ) from None
 
+    # No hook checks texts, which may have half of a surrogate pair. UTF-8 cannot represent one, so
+    # it can only come from an escape.
     if hooks.has_flaws or SURROGATE_ESCAPE.search(raw):
         _raise_first_flaw(document, file, start)
     return document
@@ -271,20 +296,24 @@ class _DecoderHooks:
         return Flaw(reason)
 
     def make_object(self, pairs: list[tuple[str, object]]) -> object:
-        """Return an object as a dict, or a flaw if a key occurs twice."""
+        """Return an object as a dict, or a flaw if a key occurs twice.
+
+        Some programs keep the first value of such a key, and some the last one.
+        """
         fields = dict(pairs)
         if len(fields) == len(pairs):
             return fields
 
-        # Find the key for the message.
-        keys: set[str] = set()
+        # Find the first key that occurs again, for the message.
+        seen_keys: set[str] = set()
         for key, _ in pairs:
-            if key in keys:
+            if key in seen_keys:
                 break
-            keys.add(key)
+            seen_keys.add(key)
         return self._make_flaw(f"the key {quote(key)} occurs twice")
 
     def make_int(self, digits: str) -> object:
+        """Return an integer, or a flaw if it is too long or `-0`."""
         if len(digits) > MAX_INTEGER_LENGTH:
             return self._make_flaw(f"an integer of {len(digits):,} digits")
         if digits == "-0":
@@ -293,20 +322,22 @@ class _DecoderHooks:
         return int(digits)
 
     def make_float(self, digits: str) -> object:
+        """Return a float, or a flaw if it would be infinite: `1e999`."""
         number = float(digits)
         if not math.isfinite(number):
             return self._make_flaw("a number that is too large for a float")
         return number
 
     def make_constant(self, word: str) -> object:
+        """Return a flaw for `NaN`, `Infinity` or `-Infinity`, which Python's parser accepts."""
         return self._make_flaw(f"{word} is not JSON")
 
 
-def _check_container_count(count: int, nbytes: int, file: str | None, start: int) -> None:
+def _check_container_count(container_count: int, nbytes: int, file: str | None, start: int) -> None:
     """Raise an error if a document has so many lists and objects that it must be an attack."""
-    if count > FREE_CONTAINERS + nbytes // CONTAINER_NBYTES:
+    if container_count > FREE_CONTAINERS + nbytes // CONTAINER_NBYTES:
         raise HeaderError(
-            f"{count:,} lists and objects in {nbytes:,} bytes are more than a description of "
+            f"{container_count:,} lists and objects in {nbytes:,} bytes are more than a description of "
             "tensors needs",
             file=file,
             offset=start,
@@ -316,8 +347,15 @@ def _check_container_count(count: int, nbytes: int, file: str | None, start: int
 def _count_containers(raw: bytes, max_depth: int, file: str | None, start: int) -> int:
     """Return the number of lists and objects in a document, without parsing it.
 
+    A hostile document could exhaust the stack or the memory of a parser, so this runs before it.
     Brackets inside of strings are not counted, unless there are very few. The count is exact up to
     the first syntax error, where the parser will stop as well.
+
+    Args:
+        raw: The document.
+        max_depth: How many lists and objects may be nested in each other.
+        file: The name of its file, for errors. None if it is not known.
+        start: The offset of the document in its file, for errors.
 
     Raises:
         LimitExceeded: The containers nest more deeply than `max_depth`.
@@ -327,20 +365,21 @@ def _count_containers(raw: bytes, max_depth: int, file: str | None, start: int) 
     if bracket_count <= min(max_depth, FREE_BRACKETS):
         return bracket_count
 
-    # Without escaped backslashes and then without escaped quotes, every quote opens or closes a
+    # Remove escaped backslashes and then escaped quotes. Every quote that remains opens or closes a
     # string.
     unescaped = raw
     if b"\\" in raw:
         unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     structure = np.frombuffer(unescaped.translate(None, NOT_STRUCTURAL), np.uint8)
 
-    # A block needs three results of those before it: the number of containers, the depth, and
-    # whether the last of them ended inside of a string.
-    count = 0
+    # The blocks before a block pass three results on to it: the number of containers, the depth at
+    # the end of the last block, and whether that block ended inside of a string.
+    container_count = 0
     depth = 0
     ends_in_string = False
     for block_start in range(0, len(structure), BLOCK_NBYTES):
         block = structure[block_start : block_start + BLOCK_NBYTES]
+        # A byte is inside of a string if the number of quotes up to it is odd.
         is_in_string = np.logical_xor.accumulate(block == ord('"')) ^ ends_in_string
         is_opening = ((block == ord("{")) | (block == ord("["))) & ~is_in_string
         is_closing = ((block == ord("}")) | (block == ord("]"))) & ~is_in_string
@@ -353,10 +392,10 @@ def _count_containers(raw: bytes, max_depth: int, file: str | None, start: int) 
                 offset=start,
                 expected=max_depth,
             )
-        count += int(np.count_nonzero(is_opening))
+        container_count += int(np.count_nonzero(is_opening))
         depth += int(relative_depths[-1])
         ends_in_string = bool(is_in_string[-1])
-    return count
+    return container_count
 
 
 def _raise_first_flaw(document: object, file: str | None, start: int) -> None:
@@ -364,7 +403,13 @@ def _raise_first_flaw(document: object, file: str | None, start: int) -> None:
 
     Flaws are values that programs understand differently, and halves of surrogate pairs. This is a
     depth-first search in the order of the document, without recursion.
+
+    Args:
+        document: The parsed document, in which a `Flaw` may stand in place of a value.
+        file: The name of its file, for the error. None if it is not known.
+        start: The offset of the document in its file, for the error.
     """
+    # A stack. Its last item is examined next, so items of a container are added in reverse order.
     pending: list[tuple[KeyPath, object]] = [(None, document)]
     while pending:
         path, value = pending.pop()
@@ -373,7 +418,6 @@ def _raise_first_flaw(document: object, file: str | None, start: int) -> None:
             pointer = format_pointer(*_list_keys(path))
             raise HeaderError(f"at {pointer}: {reason}", file=file, offset=start)
 
-        # The last item of the list is the next one to be examined.
         if isinstance(value, list):
             for index in reversed(range(len(value))):
                 pending.append(((path, index), value[index]))
@@ -421,9 +465,12 @@ def encode_keys(names: Sequence[str]) -> tuple[str, Sequence[str]]:
         mark and the names themselves. If a name needs an escape, it is an empty text and the keys
         in quotes.
     """
+    # All names are encoded as one text. If it became longer by its two quotation marks only, no
+    # name needs an escape.
     joined_names = "".join(names)
     encoded_names = msgspec.json.encode(joined_names)
-    if joined_names.isascii() and len(encoded_names) == len(joined_names) + 2:
+    needs_no_escape = joined_names.isascii() and len(encoded_names) == len(joined_names) + 2
+    if needs_no_escape:
         return '"', names
     return "", [msgspec.json.encode(name).decode() for name in names]
 

@@ -74,10 +74,11 @@ path."""
 
 
 def list_contents(value: object) -> ContainerContents | None:
-    """Return the containers that a value is stored in, or None for a leaf.
+    """Return the containers that a value is stored in, with their children, or None for a leaf.
 
-    This takes the same time whatever the containers have, and copies nothing. The containers stay
-    referenced by the tree, so they can be compared by identity.
+    A dict or a list is stored in itself alone. An object is stored in itself and in the dicts of its
+    attributes, which other objects may share. The containers stay referenced by the tree, so they
+    can be compared by identity. This takes the same time for containers of any length.
     """
     match value:
         case dict():
@@ -85,9 +86,11 @@ def list_contents(value: object) -> ContainerContents | None:
         case list() | tuple():
             return [(value, iter(enumerate(value)))]
         case Opaque():
-            contents = list_module_contents(value)
-            if contents is not None:
-                return [(value, iter(())), *contents]
+            # The children of an object are listed with the dicts that have them. The object itself
+            # comes first, without children, because it must be recognized when it occurs again.
+            module_contents = list_module_contents(value)
+            if module_contents is not None:
+                return [(value, iter(())), *module_contents]
             states = [(state, _with_path_keys(state.items())) for state in value.state_dicts()]
             other_contents = _with_path_keys(value.iterate_other_contents())
             return [(value, iter(())), *states, (value, other_contents)]
@@ -113,13 +116,17 @@ def list_module_contents(opaque: Opaque) -> ContainerContents | None:
     parameters = opaque.attribute("_parameters")
     buffers = opaque.attribute("_buffers")
     modules = opaque.attribute("_modules")
+    # Every module has these three attributes. The class may be any subclass of `nn.Module`.
     if not all(isinstance(group, dict) for group in (parameters, buffers, modules)):
         return None
 
     skipped_names = opaque.attribute("_non_persistent_buffers_set")
+    # Old versions of torch did not have this attribute, and a hostile file may have any value.
     if not isinstance(skipped_names, set | frozenset):
         skipped_names = frozenset[object]()
-    # A buffer that is not persistent becomes None, as one that is not set. torch does the same.
+
+    # `state_dict()` leaves out a buffer that is not persistent. None is never a tensor, so a walk
+    # for tensors leaves it out as well. A generator, so that nothing is copied.
     persistent_buffers = (
         (key, None if key in skipped_names else value) for key, value in buffers.items()
     )
@@ -135,10 +142,13 @@ def to_path_key(key: object) -> str | int:
 
     Text and integers stay as they are. Other keys become a text of limited length.
     """
+    # A boolean is an integer for Python. In a path it is the text "True".
     if isinstance(key, str | int) and not isinstance(key, bool):
         return key
     if isinstance(key, float | bool | complex | bytes) or key is None:
         return repr(_shorten(key))[:MAX_KEY_CHARACTERS]
+    # Only tuples of simple values are shown. All other keys, which may be objects, are called by
+    # their type.
     if isinstance(key, tuple):
         # Many keys may be the same long tuple or contain the same long text. So both are shortened
         # before they are checked and copied: a key takes the same time, whatever it contains.
@@ -149,7 +159,10 @@ def to_path_key(key: object) -> str | int:
 
 
 def _shorten(value: object) -> object:
-    return value[:MAX_KEY_CHARACTERS] if isinstance(value, str | bytes) else value
+    """Return the start of a text or of bytes. All other values stay as they are."""
+    if isinstance(value, str | bytes):
+        return value[:MAX_KEY_CHARACTERS]
+    return value
 
 
 LinkedPath = tuple["LinkedPath", object] | None
@@ -191,17 +204,22 @@ def get_children(value: object) -> Iterable[tuple[object, object]] | None:
 
 def get_mapping_children(value: object) -> Iterable[tuple[object, object]] | None:
     """Return the children of a mapping, a list or a tuple of any class; None for other values."""
-    return value.items() if isinstance(value, Mapping) else get_children(value)
+    if isinstance(value, Mapping):
+        return value.items()
+    return get_children(value)
 
 
 def get_keys_and_values(value: object) -> Iterable[tuple[object, object]] | None:
-    """Return the keys and values of a dict, or the members of a list, a tuple or a set.
+    """Return all keys and values of a dict, or the members of a list, a tuple or a set.
 
-    They have None instead of a key. An empty container counts as a leaf.
+    This is for walks that must see the keys of dicts as well. Each result is a pair of None and a
+    key or value, because keys have no path. An empty container counts as a leaf.
     """
     if not isinstance(value, dict | list | tuple | set | frozenset) or not value:
         return None
-    members = chain(value, value.values()) if isinstance(value, dict) else value
+    members: Iterable[object] = value
+    if isinstance(value, dict):
+        members = chain(value, value.values())
     return zip(repeat(None), members, strict=False)
 
 
@@ -273,13 +291,18 @@ def walk(
         >>> [(expand_path(path), value) for path, value in walk({"a": [1, 2]})]
         [((), {'a': [1, 2]}), (('a',), [1, 2]), (('a', 0), 1), (('a', 1), 2)]
     """
-    # The containers are kept here, so that no other object gets the identity of one of them.
+    # By identity, the containers that are not entered again: all that were entered, or those of the
+    # current path if `max_values` is given. They are kept here, so that no other object gets the
+    # identity of one of them.
     entered_containers: dict[int, object] = {}
+    # A stack instead of recursion: the containers around the current one. The first level has the
+    # tree as its only child.
     outer_levels: list[_Level] = []
     level = _Level(None, None, iter([(None, tree)]), [])
     value_count = 0
     while True:
         for key, value in level.children:
+            # Without outer levels, the value is the tree itself, whose path is None.
             path = (level.path, key) if outer_levels else None
             if value_count == max_values:
                 raise LimitExceeded(TOO_OFTEN, expected=max_values)
@@ -287,6 +310,8 @@ def walk(
 
             children = get_children(value)
             if children is not None and id(value) in entered_containers:
+                # With `max_values`, only the containers of the path are in the dict. So this one
+                # contains itself. Otherwise it may just occur again, and is skipped.
                 if max_values is not None:
                     raise _build_cycle_error(path, value)
                 continue
@@ -296,8 +321,10 @@ def walk(
                 outer_levels.append(level)
                 _check_depth(len(outer_levels), max_depth)
                 level = _Level(value, path, iter(children), [])
+                # The iterator of the outer level goes on behind this child later.
                 break
         else:
+            # The current container has no children left.
             if not outer_levels:
                 return
             if max_values is not None:
@@ -320,18 +347,24 @@ def _check_depth(depth: int, max_depth: int | None) -> None:
 
 
 def expand_paths(places: Iterable[tuple[LinkedPath, object]]) -> Iterator[tuple[Path, object]]:
-    """Yield the values of a walk with their paths as tuples."""
-    container_link: LinkedPath = None
+    """Yield the values of a walk with their paths as tuples.
+
+    Args:
+        places: The values of a walk with their linked paths.
+    """
+    last_container_link: LinkedPath = None
     container_path: Path = ()
     for linked_path, value in places:
+        # The root.
         if linked_path is None:
             yield (), value
             continue
-        link, key = linked_path
-        # Siblings have the path of their container in common, which is expanded once.
-        if link is not container_link:
-            container_link = link
-            container_path = expand_path(link)
+        container_link, key = linked_path
+        # Siblings follow each other and share the linked path of their container, which is expanded
+        # once for all of them.
+        if container_link is not last_container_link:
+            last_container_link = container_link
+            container_path = expand_path(container_link)
         yield (*container_path, to_path_key(key)), value
 
 
@@ -348,7 +381,10 @@ def replace_children(
     children: Sequence[object],
     _path: LinkedPath = None,
 ) -> Any:  # noqa: ANN401  # the same type of container
-    """Return a container with new children. It is the same object if no child has changed."""
+    """Return a container with new children. It is the same object if no child has changed.
+
+    A function for `rebuild`, which passes the path as well.
+    """
     if all(map(is_, children, get_values(container))):
         return container
     return copy_with_children(container, children, None)
@@ -367,7 +403,7 @@ def rebuild(
 
     A container that occurs several times is rebuilt once, and the result occurs at the same places.
     A container that contains itself is replaced by one that contains itself. With `max_values`,
-    containers are rebuilt wherever they occur.
+    containers are rebuilt wherever they occur. This does not recurse, so a tree may nest deeply.
 
     Args:
         tree: The value to start with.
@@ -385,44 +421,56 @@ def rebuild(
     # By identity, each container that is finished, with its result. The containers are kept here,
     # so that no other object gets the identity of one of them.
     finished: dict[int, tuple[object, object]] = {}
-    # By identity, each container that is not finished, with its shell (`_make_shell`) or None.
+    # By identity, each container that is not finished. A container that contains itself also has a
+    # shell: an empty container that stands for it inside of itself, and is filled at the end. All
+    # others have None.
     shells: dict[int, object] = {}
+    # A stack instead of recursion: the containers around the current one. The first level has the
+    # tree as its only child.
     outer_levels: list[_Level] = []
     level = _Level(None, None, iter([(None, tree)]), [])
     value_count = 0
     while True:
         for key, value in level.children:
+            # Without outer levels, the value is the tree itself, whose path is None.
             path = (level.path, key) if outer_levels else None
             if value_count == max_values:
                 raise LimitExceeded(TOO_OFTEN, expected=max_values)
             value_count += 1
 
             if id(value) in finished:
-                level.results.append(finished[id(value)][1])
+                _, finished_result = finished[id(value)]
+                level.results.append(finished_result)
                 continue
             children = get_children(value)
             if children is None:
                 level.results.append(replace(value, path))
             elif id(value) in shells and not isinstance(value, tuple):
+                # The container is inside of itself.
                 if max_values is not None:
                     raise _build_cycle_error(path, value)
                 if shells[id(value)] is None:
                     shells[id(value)] = _make_shell(value, path, make_container)
                 level.results.append(shells[id(value)])
             else:
-                # A tuple is entered again. If it contains itself, it does so through a dict or a
-                # list, which is not.
+                # A tuple cannot be filled later, so it has no shell and is entered a second time.
+                # That ends, because a tuple can contain itself only through a dict or a list, which
+                # is not entered a second time.
                 shells[id(value)] = None
                 outer_levels.append(level)
                 _check_depth(len(outer_levels), max_depth)
                 level = _Level(value, path, iter(children), [])
                 break
         else:
+            # The current container has no children left. In the first level the only result is the
+            # rebuilt tree.
             if not outer_levels:
                 return level.results[0]
             container = level.container
-            result = make_container(container, level.results, level.path)
-            result = _fill_shell(shells.pop(id(container), None), result, container)
+            new_container = make_container(container, level.results, level.path)
+            # A tuple that was entered twice has no entry any more when it ends the second time.
+            shell = shells.pop(id(container), None)
+            result = _fill_shell(shell, new_container, container)
             if max_values is None:
                 finished[id(container)] = container, result
             level = outer_levels.pop()
@@ -430,7 +478,16 @@ def rebuild(
 
 
 def _make_shell(container: object, path: LinkedPath, make_container: MakeContainer) -> object:
-    """Make an empty container that stands for an unfinished one where this contains itself."""
+    """Make an empty container that stands for an unfinished one where that contains itself.
+
+    Args:
+        container: The container that is being rebuilt.
+        path: The place where it contains itself.
+        make_container: Makes a container, as in `rebuild`.
+
+    Returns:
+        The shell. A container that is neither a dict nor a list has none, and stays as it is.
+    """
     if isinstance(container, dict):
         return make_container(copy_dict_with_items(container, {}), [], path)
     if isinstance(container, list):
@@ -442,15 +499,16 @@ def _fill_shell(shell: object, result: object, container: object) -> object:
     """Move the content of a finished container into its shell, if it has one.
 
     Args:
-        shell: What stands for the container inside itself, or None.
+        shell: What stands for the container inside itself, or None if it does not contain itself.
         result: The finished container.
-        container: The container that was rebuilt.
+        container: The container that was rebuilt, with its old children.
 
     Returns:
         The shell with the content, or the result if there is no shell to fill.
     """
+    # If `make_container` returned the container itself as a shell, its content must not change.
     if isinstance(shell, dict) and isinstance(result, dict) and shell is not container:
-        # Not `update`: a `Counter` would add to its counts.
+        # `Counter.update` would add to the counts instead of replacing them.
         for key, value in result.items():
             shell[key] = value
         return shell
@@ -467,24 +525,29 @@ Unrolled = Generator[Any, Any, R]
 def unroll(call: Unrolled[R]) -> R:
     """Run a recursive function without recursion, and return its result.
 
-    Use it to walk through several states at once. An error ends all calls: the function cannot
-    catch an error of a call that it yielded.
+    The function is a generator. Where it would call itself, it yields the call, and the `yield`
+    returns the result of that call: `length = yield count_leaves(child)`. So a deep state needs no
+    stack frames. An error ends all calls: the function cannot catch an error of a call that it
+    yielded.
 
     Args:
-        call: The outermost call of a generator function that yields its recursive calls.
+        call: The outermost call of the generator function.
 
     Raises:
         LimitExceeded: More than `MAX_CALLS` calls are nested.
     """
+    # A stack of calls. Each waits for the result of the call behind it.
     calls: list[Unrolled[Any]] = [call]
     result: Any = None
     while calls:
         try:
             inner_call = calls[-1].send(result)
         except StopIteration as stop:
+            # The last call has returned. Its result is sent to the call that yielded it.
             calls.pop()
             result = stop.value
             continue
+        # A new generator can only receive None.
         calls.append(inner_call)
         result = None
         if len(calls) > MAX_CALLS:
@@ -514,8 +577,11 @@ def iterate_dict_leaves(tree: object) -> Iterator[tuple[str, object]]:
     """
 
     def get_dict_children(value: object) -> Iterable[tuple[object, object]] | None:
-        return value.items() if isinstance(value, dict) else None
+        if isinstance(value, dict):
+            return value.items()
+        return None
 
+    # With a limit, the content of a dict is yielded at every place where it occurs.
     for path, value in walk(tree, get_dict_children, max_values=MAX_LEAVES):
         if not isinstance(value, dict):
             yield join_linked_path(path), value
@@ -528,7 +594,9 @@ def iterate_leaves(tree: object, *, once: bool = False) -> Iterator[tuple[Path, 
         tree: The tree.
         once: Whether to enter a container that occurs several times only at its first place.
     """
-    places = walk(tree, get_leaf_children, max_values=None if once else MAX_LEAVES)
+    # Without a limit, `walk` enters each container once.
+    max_values = None if once else MAX_LEAVES
+    places = walk(tree, get_leaf_children, max_values=max_values)
     return expand_paths((path, value) for path, value in places if not has_named_children(value))
 
 
@@ -578,17 +646,24 @@ def copy_dict_with_items(
 
     It keeps what else the dict has: the default factory of a `defaultdict`, or the attributes of an
     `OrderedDict`, where torch keeps the versions of a `state_dict()`.
+
+    Args:
+        original: The dict, which does not change.
+        items: The items of the new dict, in their order.
     """
+    # The two usual classes need no copy of the old items.
     if type(original) is dict:
         return dict(items)
     if type(original) is OrderedDict:
         ordered = OrderedDict(items)
         vars(ordered).update(vars(original))
         return ordered
+    # A subclass may need arguments to be made, so it is copied.
     copied = copy.copy(original)
+    # With equal keys in the same order, the new values just replace the old ones.
     if list(copied) != list(items):
         copied.clear()
-    # Not `update`: a `Counter` would add to its counts.
+    # `Counter.update` would add to the counts instead of replacing them.
     for key, value in items.items():
         copied[key] = value
     return copied

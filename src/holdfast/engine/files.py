@@ -550,7 +550,7 @@ class FileStorages(FileColumns):
         """
         return Corrupted(
             "the source does not have the checksum that it records: it changed after it was "
-            "written; get it again",
+            "written; download or copy it again",
             file=self.files[self.file_indices.item(storage_index)].key,
             tensor=self.names[storage_index],
             offset=self.starts.item(storage_index),

@@ -834,7 +834,7 @@ def check_source(plan: FilePlan, crcs: Mapping[str, int]) -> None:
         storage = segment.tensor.chunks[0].storage
         raise Corrupted(
             "the source does not have the checksum that it records: it changed after it was "
-            "written; get it again",
+            "written; download or copy it again",
             file=storage.key,
             tensor=segment.tensor.name or segment.label,
             offset=storage.start,

@@ -113,7 +113,7 @@ def _compare_with_checksum(source: Source, metadata: bytes) -> Corrupted | None:
     if actual != expected:
         message = (
             f"the index does not have the checksum that {BESIDE} records ({recorded.crc32}, not {actual:08x}): it changed after it "
-            "was written; get it again"
+            "was written; download or copy it again"
         )
         raise Corrupted(message, file=METADATA, expected=expected, found=actual)
     return None

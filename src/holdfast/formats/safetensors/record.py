@@ -47,8 +47,8 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, c_strides
 from holdfast.core.crc import crc32
 from holdfast.core.documents import (
-    CLOSING,
     HEX,
+    SEAL_CLOSING,
     SEAL_NBYTES,
     SELF,
     check_seal,
@@ -173,14 +173,14 @@ class RecordText:
         self._opening_crc = crc32(self.opening)
         digits_nbytes = CRC_DIGITS * (tensors or 0) + len(self._quote)
         closing_nbytes = self._nbytes - len(self.opening) - digits_nbytes - SEAL_NBYTES
-        self.closing = CLOSING.ljust(closing_nbytes + len(CLOSING))
+        self.closing = SEAL_CLOSING.ljust(closing_nbytes + len(SEAL_CLOSING))
 
     def middle(self, digits: bytes = b"") -> bytes:
         """Return the text between opening and closing, for these checksums of tensors."""
         quoted = digits + self._quote
         seal_start = len(self.opening) + len(quoted)
         seal = make_seal(crc32(quoted, self._opening_crc), seal_start, self._nbytes)
-        return quoted + seal[: SEAL_NBYTES - len(CLOSING)]
+        return quoted + seal[: SEAL_NBYTES - len(SEAL_CLOSING)]
 
     def whole(self) -> bytes:
         """Return a whole record without checksums of tensors."""

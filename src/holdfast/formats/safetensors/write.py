@@ -28,7 +28,7 @@ import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.crc import crc32
-from holdfast.core.documents import BLANK, OPENING
+from holdfast.core.documents import BLANK_DIGITS, SEAL_OPENING
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
@@ -225,7 +225,7 @@ def _escape(raw: bytes) -> bytes:
     return msgspec.json.encode(raw.decode("utf-8"))[1:-1]
 
 
-SEAL_NBYTES = len(_escape(b'"' + OPENING + BLANK))
+SEAL_NBYTES = len(_escape(b'"' + SEAL_OPENING + BLANK_DIGITS))
 """The length of what follows the checksums of tensors in a record: the checksum of itself."""
 
 
