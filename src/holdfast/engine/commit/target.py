@@ -106,7 +106,7 @@ def check_replaceable(
         existing: What is there. None if nothing is.
         path: The target, for messages.
         is_folder: Whether a folder is saved instead of a file.
-        overwrite: Whether the caller allows to replace anything.
+        overwrite: Whether the caller allows to replace what exists.
     """
     if existing is None:
         return
@@ -126,6 +126,7 @@ def check_replaceable(
     elif not overwrite:
         message = f"the {kind} exists; pass overwrite=True to replace it"
     elif not existing.mode & 0o222:
+        # A rename would replace it nevertheless: the system checks only the folder's permissions.
         message = f"the {kind} is marked read-only; allow writing to it or save elsewhere"
         code = errno.EACCES
     if message:
@@ -215,6 +216,7 @@ class LocalTarget(TargetLocation, frozen=True):
                     raise
             else:
                 return True
+        # Some systems refuse chown(2) even if it would change nothing.
         return current.owner[1] == group
 
     def close(self) -> None:
@@ -268,7 +270,19 @@ def open_target(files: Files, path: str, *, is_listing_optional: bool = False) -
 def _open_in_folder(
     files: Files, path: str, parent: str, name: str, *, is_listing_optional: bool
 ) -> LocalTarget | None:
-    """Open the target with this name in a folder. Returns None if it is a link."""
+    """Open the parent folder of a target, and look at the target in it.
+
+    Args:
+        files: The file system.
+        path: The path as the caller wrote it, for messages.
+        parent: The path of the parent folder.
+        name: The name of the target in it.
+        is_listing_optional: Whether the parent folder need not be listed if it is large.
+
+    Returns:
+        The target, which owns the open parent folder. None if there is a link with this name: then
+        the target is somewhere else.
+    """
     with not_committed_on_error(f"opening the folder to save into ({parent})", path):
         dir_fd = files.open_directory(parent)
     target: LocalTarget | None = None
@@ -277,7 +291,8 @@ def _open_in_folder(
             name_nbytes = len(name.encode("utf-8", "surrogateescape"))
             max_name_nbytes = SAFE_NAME_NBYTES
             if name_nbytes > SAFE_NAME_NBYTES - OVERHEAD_NBYTES:
-                # This asks the file system, which takes time if it is on another machine.
+                # The name may be too long on some file systems. This asks the file system, which
+                # takes time if it is on another machine.
                 max_name_nbytes = files.longest_name(dir_fd)
             if name_nbytes > max_name_nbytes:
                 raise OSError(errno.ENAMETOOLONG, "File name too long")
@@ -301,12 +316,15 @@ def _open_in_folder(
                     raise
 
             location = TargetLocation(files, name, dir_fd, max_name_nbytes)
+            # A crash of an earlier save may have left its old checkpoint set aside, without a
+            # target. It gets its name back before this save decides whether it may replace it.
             if existing is None and restore_set_aside(location, neighbor_names or ()):
                 existing = files.stat(name, dir_fd=dir_fd)
             target = LocalTarget(
                 files, name, dir_fd, max_name_nbytes, path, existing, neighbor_names
             )
     finally:
+        # Nobody owns the folder yet if there was an error, or if the name is that of a link.
         if target is None:
             with suppress(OSError):
                 files.close(dir_fd)

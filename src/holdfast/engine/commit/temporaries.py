@@ -85,6 +85,7 @@ class TargetLocation(Value, frozen=True):
 
         The entry is a temporary (`.tmp`) or a folder that was set aside (`.old`).
         """
+        # `RANDOM_LENGTH` covers the random number and the suffix.
         prefix = f".{shorten_name(self.name, self.max_name_nbytes)}."
         return is_temporary(name) and name[:-RANDOM_LENGTH] == prefix
 
@@ -108,8 +109,11 @@ def list_folder(files: Files, dir_fd: int, *, is_optional: bool) -> Sequence[str
 
     names = files.list(dir_fd)
     if len(names) >= MIN_LARGE_FOLDER:
+        # The folders that were listed longest ago are forgotten. Another thread may have removed an
+        # entry meanwhile, hence the default of `pop`.
         while len(_saves_until_listing) >= MAX_LARGE_FOLDERS:
             _saves_until_listing.pop(next(iter(_saves_until_listing)), None)
+        # The more names there are, the more saves share the time of one listing.
         _saves_until_listing[identity] = len(names) // MIN_LARGE_FOLDER
     return names
 
@@ -390,7 +394,10 @@ def _may_be_in_use_elsewhere(location: TargetLocation, metadata: FileEntry) -> b
 
 
 def list_unfinished(path: AnyPath) -> list[str]:
-    """Return the paths of the temporary folders of a target, including those of dead processes."""
+    """Return the paths of the temporary folders of a target, including those of dead processes.
+
+    A process that takes part in a save finds the folder that another one created for it.
+    """
     files = system_files()
     parent, name = os.path.split(files.resolve(local_path(path).rstrip("/") or "/"))
     dir_fd = files.open_directory(parent)
@@ -475,7 +482,10 @@ def find_recoverable(path: AnyPath) -> str | None:
 
 
 def _find_recoverable_folder(files: Files, path: str) -> str | None:
-    """Do the work of `find_recoverable`, and let errors of the file system pass."""
+    """Return the path of the only folder that was set aside for a missing target, or None.
+
+    This does the work of `find_recoverable`, but raises errors of the file system.
+    """
     parent, name = os.path.split(files.resolve(path))
     if not name:
         # The path is the root of the file system, which no save replaces.
@@ -489,15 +499,18 @@ def _find_recoverable_folder(files: Files, path: str) -> str | None:
     finally:
         files.close(dir_fd)
     if len(set_aside_names) != 1:
+        # If there are several, it is unknown which one is the newest.
         return None
     return os.path.join(parent, set_aside_names[0])
 
 
 def restore_set_aside(location: TargetLocation, names: Sequence[str]) -> bool:
-    """Give a checkpoint its name back that a crash left between two renames.
+    """Rename an old checkpoint back to the target, after a crash left it set aside.
 
-    A crash during this function leaves the checkpoint under one of the two names, and readers find
-    it under both.
+    On file systems that cannot exchange two names, a save renames the old folder to a hidden name
+    with the suffix `old`, and then the new folder to the target. A crash between the two leaves no
+    target. A crash during this function leaves the checkpoint under one of the two names, and
+    readers find it under both.
 
     Args:
         location: The target, which must not exist.
@@ -517,6 +530,7 @@ def restore_set_aside(location: TargetLocation, names: Sequence[str]) -> bool:
     descriptor = files.open_directory(old_name, dir_fd=dir_fd)
     try:
         if try_lock(files, descriptor):
+            # Nothing that another save has created at the target meanwhile may be replaced.
             if not files.rename_new(old_name, location.name, dir_fd=dir_fd):
                 # rename(2), for systems without the first call, replaces at most an empty folder.
                 files.rename(old_name, location.name, dir_fd=dir_fd)

@@ -82,7 +82,10 @@ MAX_OPEN_FILES = 16
 
 
 class _Transaction:
-    """What both kinds of transactions share: the target, the locked temporary, and the end."""
+    """Base class of the two kinds of transactions. It opens the target and creates the temporary.
+
+    A subclass publishes the temporary in `commit`, and closes everything in `_end_transaction`.
+    """
 
     is_folder: ClassVar[bool]
 
@@ -109,9 +112,16 @@ class _Transaction:
         self._target: LocalTarget | None = None
         self._temporary: LockedEntry | None = None
         self._is_published = False
+        """Whether the visible step is done, or may have been done."""
 
     def __enter__(self) -> Self:
-        """Take steps 1 to 3: open the target, clean up beside it, and create the temporary."""
+        """Open the target, remove what dead saves left beside it, and create the temporary.
+
+        Raises:
+            NotCommitted: The target must not be replaced, or the temporary cannot be created.
+        """
+        # Only a save of a file that may replace any file can do without the list of the parent
+        # folder, which takes long if the folder has very many names.
         replaces_any_file = self.overwrite and not self.is_folder
         self._target = open_target(self._files, self.path, is_listing_optional=replaces_any_file)
         target = self._target
@@ -481,6 +491,7 @@ class DirectoryTransaction(_Transaction):
             NotCommitted: The key cannot be the name of a file, or is used already.
         """
         path = f"{self.path.rstrip('/')}/{key}"
+        # A backslash separates folders on Windows, where the checkpoint may be read later.
         has_separator = "/" in key or "\\" in key or "\0" in key
         if has_separator or key in ("", ".", "..") or is_temporary(key):
             message = f"{key!r} cannot be the name of a file of a checkpoint"
@@ -557,15 +568,17 @@ class DirectoryTransaction(_Transaction):
         """
         target, temporary = self._require_open()
         target.copy_access(temporary.descriptor, target.existing)
-        # The permissions of the folder may have changed, which must be synced as well.
-        self._is_synced = self._is_synced and target.existing is None
+        if target.existing is not None:
+            # The permissions of the folder may have changed, which must be synced as well.
+            self._is_synced = False
         self.seal_data()
 
         try:
             with not_committed_on_error("giving the finished folder its name", self.path):
                 self._publish(target, temporary, before_rename)
         except OSError as error:
-            # A network file system may lose the answer to a rename that was done.
+            # This is a `NotCommitted`, which is an `OSError` as well. It is wrong if the rename was
+            # done: a network file system may lose the answer to it.
             if not target.may_have_become(temporary):
                 raise
             self._is_published = True
@@ -575,6 +588,7 @@ class DirectoryTransaction(_Transaction):
 
         try:
             if self.durable:
+                # The fsync of the parent folder makes the rename itself durable.
                 target.files.sync(target.dir_fd)
         except OSError as error:
             kept_folder = self._set_old_aside(target)
@@ -695,18 +709,21 @@ class DirectoryTransaction(_Transaction):
         that this one did not have.
 
         Returns:
-            The end of the error message, which names the folder.
+            The end of the error message, which names the folder. Empty if nothing was replaced.
         """
         old = self._old_folder
         if old is None:
             return ""
+        # If the rename fails, the folder keeps its temporary name, and the message names that.
         with suppress(OSError):
+            # After an exchange, the old folder has the name of the temporary, which any save may
+            # remove. After two renames it has the suffix `old` already.
             if old.name.endswith(".tmp") and old.is_in_place():
-                name = make_temporary_name(
+                set_aside_name = make_temporary_name(
                     target.name, suffix="old", max_nbytes=target.max_name_nbytes
                 )
-                target.files.rename(old.name, name, dir_fd=target.dir_fd)
-                old.name = name
+                target.files.rename(old.name, set_aside_name, dir_fd=target.dir_fd)
+                old.name = set_aside_name
         return f" (what it replaced is kept as {old.name})"
 
     def _close_old_folder(self) -> None:
@@ -784,5 +801,6 @@ def _intersect_permissions(
     mode = reduce(and_, (entry.mode for entry in entries))
     owners = {entry.owner for entry in entries}
     owner = owners.pop() if len(owners) == 1 else folder_owner
-    # Only the mode and the owner of the result are used, so the other fields may be of any file.
+    # `LocalTarget.copy_access` uses only the mode, the owner and the kind of the result. So the other
+    # fields may be those of any file.
     return replace(entries[0], mode=mode | 0o400, owner=owner)
