@@ -373,16 +373,20 @@ def read_all(
         max_nbytes: The largest length to read.
 
     Returns:
-        The content. None if this is not a regular file, is longer than `max_nbytes`, or
-        grows meanwhile.
+        The content. None if this is not a regular file, is longer than `max_nbytes`, or has another
+        length by now than `entry` records.
     """
     if entry is None or entry.kind != "file" or entry.nbytes > max_nbytes:
         return None
     descriptor = files.open(name, dir_fd=dir_fd)
     try:
         content = b""
-        # Request one byte more than the file should have, to notice if it has grown.
-        while block := files.pread(descriptor, entry.nbytes + 1 - len(content), len(content)):
+        # Try to read one byte more than the file should have, to notice if it has grown.
+        wanted_nbytes = entry.nbytes + 1
+        while len(content) < wanted_nbytes:
+            block = files.pread(descriptor, wanted_nbytes - len(content), len(content))
+            if not block:
+                break
             content += block
         return content if len(content) == entry.nbytes else None
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import BinaryIO
 
 import numpy as np
@@ -215,13 +215,17 @@ class FileObjectStore(Store):
         """
         readinto = getattr(self._file, "readinto", None)
         if callable(readinto):
-            # Subclasses of `io.RawIOBase` inherit a `readinto` that only raises this error.
-            with suppress(NotImplementedError):
+            try:
                 return _check_read_count(readinto(out), out.nbytes)
+            except NotImplementedError:
+                # Subclasses of `io.RawIOBase` inherit a `readinto` that only raises this. They are
+                # read with `read`, as file objects without `readinto`.
+                pass
 
         data = self._file.read(out.nbytes)
-        count = None if data is None else memoryview(data).nbytes
-        count = _check_read_count(count, out.nbytes)
+        returned_nbytes = None if data is None else memoryview(data).nbytes
+        count = _check_read_count(returned_nbytes, out.nbytes)
+        # The elements of a buffer may be longer than a byte.
         out[:count] = memoryview(data).cast("B")
         return count
 

@@ -388,13 +388,16 @@ class Bucket:
         """Return the prefixes and the objects directly under a prefix."""
         import obstore
 
+        # obstore requires None for the top of a bucket.
         folder = prefix.rstrip("/") or None
         answer = self._run(
             lambda: track_request(obstore.list_with_delimiter_async(self.client, folder)),
             prefix,
             "listing it",
         )
-        return sorted(answer["common_prefixes"]), list(map(_parse_metadata, answer["objects"]))
+        folder_prefixes = sorted(answer["common_prefixes"])
+        objects = [_parse_metadata(metadata) for metadata in answer["objects"]]
+        return folder_prefixes, objects
 
     def put(
         self,
@@ -524,6 +527,8 @@ class Bucket:
             nbytes: The usual size of such an answer, which decides when it is late.
             max_nbytes: The largest size that the object may have, or None.
         """
+        # Times are measured from the first request on, also if the second one is answered first: this
+        # is how long the caller has waited.
         start_s = time.monotonic()
         tasks = {asyncio.ensure_future(self._get_once(key, options, max_nbytes))}
         errors: list[BaseException] = []
@@ -531,6 +536,7 @@ class Bucket:
             done_tasks, _ = await asyncio.wait(tasks, timeout=self.hedge_delays.get_delay_s(nbytes))
             if not done_tasks:
                 tasks.add(asyncio.ensure_future(self._get_once(key, options, max_nbytes)))
+            # The first success counts. An error counts only if both requests fail.
             while tasks:
                 done_tasks, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done_tasks:

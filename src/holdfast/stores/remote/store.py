@@ -198,7 +198,7 @@ class RemoteStore(Store):
         (`parse_sibling_key`). A single object and a whole bucket have no such checkpoints.
         """
         sibling = parse_sibling_key(key)
-        if sibling is None or self._single is not None or not self._url.key:
+        if sibling is None or not self.is_folder or not self._url.key:
             return False
         # A key such as `../step-2/x` of the checkpoint `step-2` would be a second key for its own
         # file `x`.
@@ -229,6 +229,7 @@ class RemoteStore(Store):
         max_objects = max(self._limits.files, 1) * 2
         objects: dict[str, RemoteObject] = {}
         for remote_object in self.bucket.list_objects(prefix, max_objects):
+            # A server that does not treat keys as paths could list `run-2/x` for the prefix `run`.
             key = remote_object.key.removeprefix(prefix)
             if remote_object.key.startswith(prefix) and _is_checkpoint_file(key):
                 objects[key] = remote_object
@@ -306,7 +307,9 @@ class RemoteStore(Store):
         self._check_open()
         with self._lock:
             version = self._versions.get(key)
-        return version or self._record_version(key, self.bucket.head(self._object_key(key)))
+        if version is not None:
+            return version
+        return self._record_version(key, self.bucket.head(self._object_key(key)))
 
     def find_changed(self) -> Sequence[str]:
         """Return the keys of the objects that were replaced or deleted since they were opened.
@@ -474,7 +477,8 @@ class RemoteStore(Store):
         """
         new_version = ObjectVersion(remote_object.nbytes, remote_object.etag)
         with self._lock:
-            # At the first answer, `setdefault` records the new version and returns it.
+            # `setdefault` records the version of the first answer. For later answers, it returns
+            # that first version.
             version = self._versions.setdefault(key, new_version)
             indexed_nbytes = self._indexed_nbytes.pop(key, None)
         if version != new_version:
@@ -499,8 +503,8 @@ class RemoteStore(Store):
     ) -> StoreError:
         """Return the error to raise for an object.
 
-        This is `Replaced` if the object existed before, or if a manifest names it. Its caller has
-        read the manifest of a checkpoint that is complete, so the object must have existed.
+        This is `Replaced` if the object existed before, or if an index records its size: the index
+        of a complete checkpoint names only objects that exist.
 
         Args:
             key: The key of the file in this store.
