@@ -38,7 +38,7 @@ class StoreRanges(Value, frozen=True, eq=False):
 
     store: Store
     ranges: Ranges
-    name: Callable[[int], str]
+    find_tensor_name: Callable[[int], str]
     """Returns the name of the tensor of a range, given the index of the range, for errors."""
 
 
@@ -221,6 +221,6 @@ def _read_batch(side: StoreRanges, range_indices: Ints, start: int, nbytes: Ints
 
     def find_tensor_name(batch_index: int) -> str:
         """Return the name of the tensor of a range of this batch, for errors."""
-        return side.name(range_indices.item(batch_index))
+        return side.find_tensor_name(range_indices.item(batch_index))
 
     return read_to_scratch(side.store, batch_ranges, find_tensor_name, policy=SIDE)

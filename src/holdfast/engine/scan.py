@@ -87,10 +87,20 @@ class Accumulator(Protocol[T_co]):
         """Return the result. This is called once, after the last block."""
 
 
-def cut_elements(count: int, block_count: int = BLOCK_ELEMENTS) -> Iterator[tuple[int, int]]:
-    """Cut this many elements into ranges of at most `block_count` elements."""
-    for start in range(0, count, block_count):
-        yield start, min(start + block_count, count)
+def cut_elements(
+    element_count: int, block_elements: int = BLOCK_ELEMENTS
+) -> Iterator[tuple[int, int]]:
+    """Cut a row of elements into blocks.
+
+    Args:
+        element_count: The number of all elements.
+        block_elements: The most elements of a block.
+
+    Yields:
+        The index of the first element of a block, and the index after its last element.
+    """
+    for start in range(0, element_count, block_elements):
+        yield start, min(start + block_elements, element_count)
 
 
 def find_first_index(tensor: LazyTensor, block: ElementBlock) -> int:
@@ -155,8 +165,8 @@ def compare_block(a: LazyTensor, b: LazyTensor, start: int, stop: int) -> Tally:
 
 def scan(
     tensors: Sequence[LazyTensor],
-    make: Callable[[int], Accumulator[T]],
-    cut: Callable[[int], Iterable[ElementBlock]] | None = None,
+    make_accumulator: Callable[[int], Accumulator[T]],
+    cut_tensor: Callable[[int], Iterable[ElementBlock]] | None = None,
     *,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -169,8 +179,8 @@ def scan(
 
     Args:
         tensors: The tensors.
-        make: Makes the accumulator of a tensor, given its index in `tensors`.
-        cut: Returns the blocks of a tensor, given its index. They need not cover the tensor. By
+        make_accumulator: Makes the accumulator of a tensor, given its index in `tensors`.
+        cut_tensor: Returns the blocks of a tensor, given its index. They need not cover the tensor. By
             default they are ranges of all elements.
         threads: The number of threads.
         progress: Called with the bytes of blocks that were processed.
@@ -178,15 +188,15 @@ def scan(
     Returns:
         The result of each tensor. That of a tensor without blocks comes from a new accumulator.
     """
-    scan_state = _ScanState(tensors, make, progress)
+    scan_state = _ScanState(tensors, make_accumulator, progress)
     tasks: list[Callable[[], None]] = []
     # For each store and range of a file, the blocks that have these bytes.
     file_blocks: dict[Store, dict[FileRange, list[FileBlock]]] = {}
     for tensor_index, tensor in enumerate(tensors):
-        if cut is None:
+        if cut_tensor is None:
             blocks: list[ElementBlock] = [*cut_elements(tensor.size)]
         else:
-            blocks = [*cut(tensor_index)]
+            blocks = [*cut_tensor(tensor_index)]
         scan_state.remaining_blocks.append(len(blocks))
 
         tensor_range = tensor.file_range()
@@ -246,20 +256,20 @@ class _ScanState(Generic[T]):
     def __init__(
         self,
         tensors: Sequence[LazyTensor],
-        make: Callable[[int], Accumulator[T]],
+        make_accumulator: Callable[[int], Accumulator[T]],
         progress: Progress | None,
     ) -> None:
         """Start without accumulators. The caller fills `remaining_blocks` before the first block.
 
         Args:
             tensors: See `scan`.
-            make: See `scan`.
+            make_accumulator: See `scan`.
             progress: See `scan`.
         """
         self.tensors = tensors
         self.remaining_blocks: list[int] = []
         """How many blocks of each tensor have not been processed."""
-        self._make = make
+        self._make_accumulator = make_accumulator
         self._progress = progress
         self._accumulators: dict[int, Accumulator[T]] = {}
         self._results: dict[int, T] = {}
@@ -331,7 +341,7 @@ class _ScanState(Generic[T]):
         if accumulator is None:
             # Two threads may both get here. `setdefault` returns the accumulator of the first one
             # to both.
-            new_accumulator = self._make(tensor_index)
+            new_accumulator = self._make_accumulator(tensor_index)
             accumulator = self._accumulators.setdefault(tensor_index, new_accumulator)
         with computing():
             accumulator.add(find_first_index(tensor, block), values)
@@ -349,5 +359,5 @@ class _ScanState(Generic[T]):
         # A tensor without blocks, such as an empty one, has no result yet.
         for tensor_index in range(len(self.tensors)):
             if tensor_index not in self._results:
-                self._results[tensor_index] = self._make(tensor_index).result()
+                self._results[tensor_index] = self._make_accumulator(tensor_index).result()
         return [self._results[tensor_index] for tensor_index in range(len(self.tensors))]

@@ -94,8 +94,8 @@ Progress = Callable[[int], None]
 BytesLike = bytes | bytearray | memoryview
 
 OpenBlock = Callable[[], AbstractContextManager[memoryview]]
-"""Reads a block and returns a context with its bytes: `with open_block() as data`. After the `with`,
-their memory may be used for another block."""
+"""Reads a block and returns a context with its bytes: `with open_block() as data`. Afterwards their
+memory may be used for another block."""
 
 PlacedSegment = tuple[int, Segment]
 """A segment and its offset in the file."""
@@ -530,9 +530,13 @@ class _SegmentWriter:
     def cut_tasks(
         self, plan: FilePlan, block_nbytes: int
     ) -> Iterator[tuple[int, Callable[[], None]]]:
-        """Divide a file into tasks that can run on any thread.
+        """Divide the writing of a file into tasks that can run on any thread.
 
         A task writes a block of a large segment, or a batch of small segments.
+
+        Args:
+            plan: The file.
+            block_nbytes: The most bytes of a block of a large segment.
 
         Yields:
             The offset in the file where a task starts, and the task.
@@ -566,9 +570,10 @@ class _SegmentWriter:
         """
         offset = segment_offset + block_start
         with ExitStack() as stack:
-            # Only errors of reading concern the tensor. A failed write concerns the file.
+            # Only an error of reading names the tensor. A failed write concerns the file.
             with error_context(tensor=segment.label):
                 data = stack.enter_context(open_block())
+            # After the `with`, the memory of `data` may already have another block.
             nbytes = data.nbytes
             crc = self._sums.add(segment, block_start, data)
             self._file.write(offset, data)
@@ -580,6 +585,10 @@ class _SegmentWriter:
         """Make and write a segment with many small tensors.
 
         `Gathered.make` returns the checksums of the tensors together with their bytes.
+
+        Args:
+            segment: The segment.
+            offset: The offset of the segment in the file.
         """
         content, crcs = segment.make()
         check_length(content, segment.nbytes)
