@@ -49,6 +49,7 @@ def split_into_blocks(
     if tensor.nbytes <= block_nbytes or not tensor.shape:
         yield ContiguousBlock(tensor, start)
         return
+    # A row is everything at one index of the first axis.
     row_count = tensor.shape[0]
     # Rows of packed elements that end inside of a byte cannot be separated.
     if (tensor.size // row_count) * tensor.dtype.bits % 8:
@@ -56,6 +57,7 @@ def split_into_blocks(
         return
 
     row_nbytes = tensor.nbytes // row_count
+    # A row that is too large is split along its own axes. Small rows are put together.
     if row_nbytes > block_nbytes:
         for row in range(row_count):
             yield from split_into_blocks(tensor[row], block_nbytes, start + row * row_nbytes)

@@ -165,7 +165,9 @@ class BoxPiece(Value, frozen=True):
     def copy_from_scratch(self, scratch: np.ndarray) -> None:
         """Copy the elements to the destination out of scratch memory.
 
-        The ranges lie there one behind the other, in C order of the outer axes.
+        The ranges lie there one behind the other, in C order of the outer axes. So the elements are
+        copied with new strides: inside of a range, they lie as in the file, and along the outer
+        axes, the distance is that of ranges in scratch memory.
         """
         chunk = self.ranges.chunk
         # In scratch memory, every range starts at a whole byte. The offset of the element at index
@@ -252,7 +254,13 @@ def _divide_scratch(pieces: Sequence[BoxPiece], memory: np.ndarray) -> list[np.n
 
 
 def _finish_piece(piece: BoxPiece, scratch: np.ndarray | None, checks: StorageChecks) -> None:
-    """Hand the bytes of a piece to the checks, and copy its elements out of scratch memory."""
+    """Pass the bytes of a piece to the checks, and copy its elements out of scratch memory.
+
+    Args:
+        piece: A piece whose ranges were read.
+        scratch: The scratch memory with its bytes. None if they were read to the destination.
+        checks: Compares the checksums of whole storages.
+    """
     storage = piece.ranges.chunk.storage
     # A piece with several ranges skips bytes of its storage, so no checksum covers it.
     if not piece.ranges.outer_axes and checks.has_storage(storage):
@@ -475,6 +483,7 @@ def copy_elements(
     if dtype.packed:
         destination[...] = _unpack_elements(data, bit_offset, bit_strides, shape, dtype)
         return
+    # Elements that are not packed start at whole bytes.
     byte_strides = [stride // 8 for stride in bit_strides]
     swap_nbytes = dtype.swap_nbytes
     if not is_swapped or swap_nbytes == 1:
@@ -508,6 +517,7 @@ def _unpack_elements(
 
     The lowest bits of a byte are its first element. The arguments are those of `copy_elements`.
     """
+    # The first bit of each element in `data`.
     first_bits = _list_grid_offsets(bit_offset, shape, bit_strides).reshape(shape)
     byte_indices = first_bits >> 3
     # An element may reach into the next byte, so each one is cut out of 16 bits.

@@ -485,6 +485,7 @@ class ComputedStorages:
                 is_observed = self._is_observed
 
                 def observe(elements: np.ndarray, computed: np.ndarray) -> None:
+                    # A batch may have observed all elements of this storage before.
                     if not is_observed[storage_index]:
                         first = np.zeros(1, np.int64)
                         computation.observe([original.name], first, elements, computed)
@@ -508,6 +509,7 @@ class ComputedStorages:
         """Return a lazy tensor over a storage, with its first element at the bit `offset` of it."""
         if storage_index < self._first_computed:
             return self._origin.lazy_tensor(storage_index, kind, name, offset)
+        # The tensor has its own dtype, shape and offset. Only the storage is the computed one.
         tensor = self._get_tensor(storage_index)
         chunk = Chunk(Box.whole(kind.shape), tensor.chunks[0].storage, offset, kind.strides)
         return LazyTensor(name, kind.dtype, kind.shape, (chunk,), tensor.source, kind.traits)
@@ -570,8 +572,10 @@ class DequantizedTensors(SourcedStore):
     def decode(self, tensor: LazyTensor) -> LazyTensor:
         """Return a tensor decoded as float32, or as it is if it is not quantized.
 
+        The last axis of a quantized tensor has the bytes of its blocks.
+
         Raises:
-            Unsupported: The blocks cannot be decoded, or the last axis has a part of a block.
+            Unsupported: The blocks cannot be decoded, or the last axis ends inside of a block.
         """
         if tensor.traits.blocks is None:
             return tensor
@@ -645,7 +649,10 @@ def describe_undecoded(tensors: Iterable[LazyTensor]) -> list[str]:
 
 
 def _copy_elements(tensor: LazyTensor, start: int, out: memoryview) -> None:
-    """Fill `out` with the C-ordered bytes of a tensor from `start` on."""
+    """Fill `out` with the C-ordered bytes of a tensor from the byte `start` on.
+
+    The range may begin and end inside of an element.
+    """
     itemsize = tensor.dtype.bits // 8
     first, stop = _find_units(start, out.nbytes, itemsize)
     data = byte_row(read_flat_elements(tensor, first, stop)).data
@@ -670,7 +677,7 @@ def _decode_range(tensor: LazyTensor, block_type: BlockType, start: int, out: me
     blocks = stored.reshape(-1, block_type.nbytes)
     blocks_per_step = max(DECODED_ELEMENTS // block_type.elements, 1)
     for index in range(0, len(blocks), blocks_per_step):
-        # A scale may be infinite or NaN.
+        # A scale may be infinite or NaN, which is no reason for a warning.
         with np.errstate(all="ignore"):
             elements = block_type.decode(blocks[index : index + blocks_per_step])
         decoded = byte_row(elements.astype("<f4", copy=False)).data

@@ -398,7 +398,7 @@ def _resolve_flags(request: Request) -> None:
     """
     tensor = request.tensor
     out = request.out
-    # Complex types that numpy does not have are structures with two fields.
+    # `paired` marks complex types that numpy does not have. Their arrays have two fields.
     if tensor.traits.conj:
         if tensor.dtype.paired:
             out["imag"] = -out["imag"]

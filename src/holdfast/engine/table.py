@@ -352,12 +352,15 @@ def plan_segments(
             are not hashed.
         stops: The sum of `nbytes` up to each row.
     """
+    # These rows are segments of their own: large ones, and those that only their lazy tensor reads.
+    # The loop over all rows, of which there may be a million, is skipped if there are none.
     large_kinds: set[int] = set()
     for kind_index, kind in enumerate(table.kinds):
         if kind.nbytes > saves.SMALL_NBYTES:
             large_kinds.add(kind_index)
     kind_indices = table.kind_indices
     rows_read_singly = table.rows_read_singly
+    # Positions are indices of `rows`.
     separate_positions: list[int] = []
     if large_kinds or rows_read_singly:
         for position, row in enumerate(rows):
