@@ -180,8 +180,8 @@ def scan(
     Args:
         tensors: The tensors.
         make_accumulator: Makes the accumulator of a tensor, given its index in `tensors`.
-        cut_tensor: Returns the blocks of a tensor, given its index. They need not cover the tensor. By
-            default they are ranges of all elements.
+        cut_tensor: Returns the blocks of a tensor, given its index. They need not cover the tensor.
+            By default they are ranges of all elements.
         threads: The number of threads.
         progress: Called with the bytes of blocks that were processed.
 
