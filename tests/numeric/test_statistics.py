@@ -21,7 +21,7 @@ from tests.sampling import examples
 import holdfast
 from holdfast.extras.reports.measures import measure
 from holdfast.numeric import statistics
-from holdfast.numeric.statistics import QUANTILES, Distribution, SquareSums
+from holdfast.numeric.statistics import QUANTILES, Distribution, Moments, SquareSums
 
 
 def test_the_examples_of_docstrings_are_right():
@@ -179,3 +179,23 @@ def test_quantiles_and_exponents_cover_numbers_beyond_float32(tmp_path):
 
 def test_a_tensor_without_elements_has_no_distribution(tmp_path):
     assert measure_array(np.zeros((0, 3), np.float32), tmp_path) is None
+
+
+def test_the_range_of_numbers_beyond_float32_begins_where_float32_ends(tmp_path):
+    array = np.array([1e39, 1e40] * 40_000 + [-1e39, 1e300])
+    distribution = measure_array(array, tmp_path)
+    assert distribution.first_exponent == 128
+    assert distribution.exponents == (80_002,)
+    assert distribution.quantiles == tuple(sorted(distribution.quantiles))
+    assert distribution.quantiles[1] < distribution.quantiles[-1]
+
+
+def test_negative_zeros_are_not_negative_numbers(tmp_path):
+    array = np.array([-1.0, -0.0, -0.0, 1.0] * 40_000, np.float32)
+    assert measure_array(array, tmp_path).negative == 0.25
+
+
+def test_the_absolute_value_of_a_complex64_may_exceed_float32():
+    moments = Moments.from_values(np.array([3e38 + 3e38j], np.complex64))
+    assert moments.infinities == 0
+    assert moments.high == pytest.approx(math.sqrt(2) * 3e38)

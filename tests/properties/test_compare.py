@@ -40,9 +40,11 @@ def test_compare_elements_agrees_with_compare_step(pair, step):
     a, b = pair
     with np.errstate(all="ignore"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "STEP_ELEMENTS", step)
-        found = compare.compare_elements(a, b, same_bits=a.dtype == b.dtype)
+        found = compare.compare_elements(a, b, compare_bits=a.dtype == b.dtype)
         expected = (
-            compare.compare_step(a, b, same_bits=a.dtype == b.dtype) if a.size else compare.Tally()
+            compare.compare_step(a, b, compare_bits=a.dtype == b.dtype)
+            if a.size
+            else compare.Tally()
         )
     for name in ("changed", "total", "max_abs", "max_rel", "changed_nans", "nonfinite"):
         assert getattr(found, name) == getattr(expected, name), name

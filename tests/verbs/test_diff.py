@@ -238,7 +238,7 @@ INTEGERS = st.sampled_from([np.int8, np.uint8, np.int16, np.uint16, np.int64, np
 @given(st.data(), INTEGERS, INTEGERS)
 def test_integers_against_python(data, first, second):
     a, b = (data.draw(hnp.arrays(t, 6)) for t in (first, second))
-    found = compare_elements(a, b, same_bits=first is second).difference()
+    found = compare_elements(a, b, compare_bits=first is second).difference()
     pairs = [(int(x), int(y)) for x, y in zip(a, b, strict=True)]
     assert found.changed == sum(x != y for x, y in pairs)
     assert found.max_abs == max(abs(x - y) for x, y in pairs)
@@ -312,9 +312,9 @@ def test_statistics_against_numpy(dtype):
 @settings(max_examples=examples(60))
 @given(hnp.arrays(np.float64, 12), hnp.arrays(np.float64, 12), st.integers(1, 12))
 def test_blocks_add_up(a, b, block):
-    whole = compare_elements(a, b, same_bits=True).difference()
+    whole = compare_elements(a, b, compare_bits=True).difference()
     parts = sum(
-        (compare_elements(a[i:j], b[i:j], same_bits=True) for i, j in cut_elements(12, block)),
+        (compare_elements(a[i:j], b[i:j], compare_bits=True) for i, j in cut_elements(12, block)),
         Tally(),
     ).difference()
     assert (whole.changed, whole.total, whole.max_abs, whole.max_rel, whole.nans) == (

@@ -50,7 +50,12 @@ def test_what_appears_and_goes_is_counted(case, two):
     a, b = two({"w": np.array(before).astype(dtype)}, {"w": np.array(after).astype(dtype)})
     (change,) = holdfast.diff(a, b).changed
     found = change.content
-    assert (found.nan_appeared, found.nan_went, found.inf_appeared, found.inf_went) == counts
+    assert (
+        found.nan_appeared,
+        found.nan_disappeared,
+        found.inf_appeared,
+        found.inf_disappeared,
+    ) == counts
     assert found.appeared == counts[0] + counts[2]
     assert (found.relative, found.cosine) == (None, None), "no number is that of a change to NaN"
     assert change.size == math.inf

@@ -237,13 +237,17 @@ def _statistics(content: ContentDifference, first: tuple[int, ...] | None) -> li
     became = (content.nan_appeared, "became NaN"), (content.inf_appeared, "became Inf")
     odd = [
         f"{format_count(many)} {what}"
-        for many, what in (*became, (content.nan_went, "were NaN"), (content.inf_went, "were Inf"))
+        for many, what in (
+            *became,
+            (content.nan_disappeared, "were NaN"),
+            (content.inf_disappeared, "were Inf"),
+        )
         if many
     ]
     if content.appeared:
         place = f" (first at {list(first)})" if first else ""
         return [", ".join(odd) + place, *cells]
-    stays = content.nans - content.nan_went
+    stays = content.nans - content.nan_disappeared
     return [*cells, *odd, *([f"{format_count(stays)} NaN in both"] if stays else [])]
 
 
@@ -298,8 +302,10 @@ def diff_document(found: Diff, *, sort: str = "file", top: int | None = None) ->
 
 
 def _content(content: ContentDifference) -> dict[str, object]:
-    counted = "changed total cosine nans nan_appeared nan_went inf_appeared inf_went relative"
+    counted = "changed total cosine nans nan_appeared inf_appeared relative"
     return fields_of(content, counted) | {
+        "nan_went": content.nan_disappeared,
+        "inf_went": content.inf_disappeared,
         "max_abs": _native(content.max_abs),
         "max_rel": _native(content.max_rel),
     }

@@ -159,8 +159,8 @@ def compare_block(a: LazyTensor, b: LazyTensor, start: int, stop: int) -> Tally:
     elements_b = read_elements(b, start, stop)
     with computing():
         # Elements of one type can be compared as bits, which is faster than as numbers.
-        same_bits = element_dtype(a) is element_dtype(b)
-        return compare_elements(elements_a, elements_b, same_bits=same_bits, start=start)
+        compare_bits = element_dtype(a) is element_dtype(b)
+        return compare_elements(elements_a, elements_b, compare_bits=compare_bits, start=start)
 
 
 def scan(

@@ -7,9 +7,9 @@ to that of the tensor, in any order and on any thread.
   and -0.0 differs from 0.0. Elements of two dtypes are the same if their values are equal or NaN.
 - Floats are compared as float64, which contains every value of the narrower types. Integers are
   compared exactly, across signs and widths. An integer and a float are compared as float64.
-- NaN and infinities are counted if they appeared or went. If one did, the relative difference and
-  the cosine are undefined. NaN and infinities in the same place of both tensors are left out of
-  these two.
+- NaN and infinities are counted if they appeared or disappeared. If one did, the relative
+  difference and the cosine are undefined. NaN and infinities in the same place of both tensors are
+  left out of these two.
 - Squares and products are summed as float64 within a block, scaled by a power of two, and as exact
   fractions across blocks. So no magnitude overflows, and none is lost beside that of another block.
 
@@ -64,17 +64,20 @@ class ContentDifference:
     `max_abs`."""
     cosine: float | None
     """The cosine of the angle between the tensors as vectors, without the elements that are not
-    finite in both. None if one tensor is all zeros, or if NaN or infinities appeared or went."""
+    finite in both. None if one tensor is all zeros, or if NaN or infinities appeared or
+    disappeared."""
     nans: int
     """The number of pairs with at least one NaN."""
     relative: float | None = None
-    """‖a − b‖ / ‖a‖. None if a is all zeros, or if NaN or infinities appeared or went."""
+    """‖a − b‖ / ‖a‖. None if a is all zeros, or if NaN or infinities appeared or disappeared."""
     nan_appeared: int = 0
     """The number of elements that are NaN in b but not in a."""
-    nan_went: int = 0
+    nan_disappeared: int = 0
+    """The number of elements that are NaN in a but not in b."""
     inf_appeared: int = 0
     """The number of elements that are infinite in b but not in a."""
-    inf_went: int = 0
+    inf_disappeared: int = 0
+    """The number of elements that are infinite in a but not in b."""
     first_nan: int | None = None
     """The index in C order of the first element that is NaN in b but not in a."""
     first_inf: int | None = None
@@ -98,23 +101,24 @@ class ContentDifference:
 class NonfiniteChanges(Value, frozen=True):
     """Counts of NaN and infinities, and where the first ones appeared. `+` merges two blocks."""
 
-    nans: int = 0
+    pairs_with_nan: int = 0
     """The number of pairs with at least one NaN."""
     nan_appeared: int = 0
-    nan_went: int = 0
+    nan_disappeared: int = 0
     inf_appeared: int = 0
-    inf_went: int = 0
-    inf_flipped: int = 0
-    """The number of infinities that changed their sign."""
+    inf_disappeared: int = 0
+    inf_sign_flipped: int = 0
+    """The number of elements that are infinite in both tensors, with different signs."""
     first_nan: int | None = None
     """The index of the first NaN that appeared, counted from the beginning of the tensor."""
     first_inf: int | None = None
+    """The index of the first infinity that appeared."""
 
     @classmethod
     def from_numbers(
         cls, a: np.ndarray, b: np.ndarray, is_changed: Bools, start: int
     ) -> NonfiniteChanges:
-        """Count the NaN and infinities of two arrays, and those that appeared or went.
+        """Count the NaN and infinities of two arrays, and those that appeared or disappeared.
 
         Args:
             a: Floats or complex numbers of the first tensor.
@@ -130,32 +134,35 @@ class NonfiniteChanges(Value, frozen=True):
         nan_appeared = nan_b & ~nan_a
         inf_appeared = inf_b & ~inf_a
         return cls(
-            nans=int((nan_a | nan_b).sum()),
+            pairs_with_nan=int((nan_a | nan_b).sum()),
             nan_appeared=int(nan_appeared.sum()),
-            nan_went=int((nan_a & ~nan_b).sum()),
+            nan_disappeared=int((nan_a & ~nan_b).sum()),
             inf_appeared=int(inf_appeared.sum()),
-            inf_went=int((inf_a & ~inf_b).sum()),
-            inf_flipped=int((inf_a & inf_b & is_changed).sum()),
+            inf_disappeared=int((inf_a & ~inf_b).sum()),
+            inf_sign_flipped=int((inf_a & inf_b & is_changed).sum()),
             first_nan=first_index(nan_appeared, start),
             first_inf=first_index(inf_appeared, start),
         )
 
     @property
     def has_changes(self) -> bool:
-        """Whether a NaN or an infinity appeared or went, or an infinity changed its sign."""
-        nan_changes = self.nan_appeared + self.nan_went
-        inf_changes = self.inf_appeared + self.inf_went + self.inf_flipped
+        """Whether a NaN or an infinity appeared or disappeared, or an infinity changed its sign."""
+        nan_changes = self.nan_appeared + self.nan_disappeared
+        inf_changes = self.inf_appeared + self.inf_disappeared + self.inf_sign_flipped
         return nan_changes + inf_changes > 0
 
     def __add__(self, other: NonfiniteChanges) -> NonfiniteChanges:
-        """Merge the counts of two blocks of one tensor."""
+        """Add the counts of two blocks of the same pair of tensors, in any order.
+
+        Of the indices at which a NaN or an infinity first appeared, keep the lower one.
+        """
         return NonfiniteChanges(
-            nans=self.nans + other.nans,
+            pairs_with_nan=self.pairs_with_nan + other.pairs_with_nan,
             nan_appeared=self.nan_appeared + other.nan_appeared,
-            nan_went=self.nan_went + other.nan_went,
+            nan_disappeared=self.nan_disappeared + other.nan_disappeared,
             inf_appeared=self.inf_appeared + other.inf_appeared,
-            inf_went=self.inf_went + other.inf_went,
-            inf_flipped=self.inf_flipped + other.inf_flipped,
+            inf_disappeared=self.inf_disappeared + other.inf_disappeared,
+            inf_sign_flipped=self.inf_sign_flipped + other.inf_sign_flipped,
             first_nan=earlier_index(self.first_nan, other.first_nan),
             first_inf=earlier_index(self.first_inf, other.first_inf),
         )
@@ -173,8 +180,8 @@ class ProductSums(Value, frozen=True):
 
     @classmethod
     def from_numbers(cls, a: np.ndarray, b: np.ndarray) -> ProductSums:
-        # The difference of two finite numbers can exceed float64. That of their halves cannot.
         """Compute the sums of two arrays of finite numbers."""
+        # The difference of two finite numbers can exceed float64. That of their halves cannot.
         half_distances = a / 2 - b / 2
         return cls(
             dot=_sum_products(a, b),
@@ -257,12 +264,12 @@ class Tally(Value, frozen=True):
             max_abs=max_abs,
             max_rel=max_rel,
             cosine=cosine,
-            nans=nonfinite.nans,
+            nans=nonfinite.pairs_with_nan,
             relative=relative,
             nan_appeared=nonfinite.nan_appeared,
-            nan_went=nonfinite.nan_went,
+            nan_disappeared=nonfinite.nan_disappeared,
             inf_appeared=nonfinite.inf_appeared,
-            inf_went=nonfinite.inf_went,
+            inf_disappeared=nonfinite.inf_disappeared,
             first_nan=nonfinite.first_nan,
             first_inf=nonfinite.first_inf,
         )
@@ -286,29 +293,31 @@ def view_as_numbers(tensor: LazyTensor, array: np.ndarray) -> np.ndarray:
     return array
 
 
-def compare_elements(a: np.ndarray, b: np.ndarray, *, same_bits: bool, start: int = 0) -> Tally:
+def compare_elements(a: np.ndarray, b: np.ndarray, *, compare_bits: bool, start: int = 0) -> Tally:
     """Compare two 1-D arrays of one length, in steps that stay in a core's cache.
 
-    Steps of finite numbers of at most 32 bits take a faster way (`FiniteTally`).
+    Real numbers of at most 32 bits are compared by `FiniteTally`, which is faster. It refuses a
+    step with a NaN or an infinity. Such a step, and all other dtypes, are left to `compare_step`.
 
     Args:
         a: Elements of the first tensor.
         b: Elements of the second tensor.
-        same_bits: Whether the bits decide which elements are the same. Both have one dtype then.
+        compare_bits: Whether elements are the same if their bits are. Otherwise they are the same
+            if their values are. Only arrays of one dtype can be compared by their bits.
         start: The index of the first elements in their tensors.
     """
     finite_tally: FiniteTally | None = None
     if _is_narrow(a) and _is_narrow(b):
         is_exact = _is_integer(a) and _is_integer(b)
-        finite_tally = FiniteTally(same_bits, is_exact=is_exact)
+        finite_tally = FiniteTally(compare_bits, is_exact=is_exact)
 
     tally = Tally()
     for offset in range(0, a.size, STEP_ELEMENTS):
         step_a = a[offset : offset + STEP_ELEMENTS]
         step_b = b[offset : offset + STEP_ELEMENTS]
-        if finite_tally is not None and finite_tally.add(step_a, step_b):
+        if finite_tally is not None and finite_tally.try_add(step_a, step_b):
             continue
-        tally += compare_step(step_a, step_b, same_bits=same_bits, start=start + offset)
+        tally += compare_step(step_a, step_b, compare_bits=compare_bits, start=start + offset)
     if finite_tally is not None:
         tally += finite_tally.tally()
     return tally
@@ -331,14 +340,14 @@ def _is_integer(array: np.ndarray) -> bool:
 class FiniteTally:
     """Accumulates steps of finite numbers of at most 32 bits."""
 
-    def __init__(self, same_bits: bool, *, is_exact: bool) -> None:
+    def __init__(self, compare_bits: bool, *, is_exact: bool) -> None:
         """Start without any steps.
 
         Args:
-            same_bits: Whether the bits decide which elements are the same.
+            compare_bits: Whether elements are the same if their bits are, and not their values.
             is_exact: Whether all numbers are integers.
         """
-        self._same_bits = same_bits
+        self._compare_bits = compare_bits
         self._is_exact = is_exact
         self._changed = 0
         self._total = 0
@@ -349,15 +358,16 @@ class FiniteTally:
         self._squares_b = 0.0
         self._squared_distance = 0.0
 
-    def add(self, a: np.ndarray, b: np.ndarray) -> bool:
-        """Compare a step, and add the result to this tally.
+    def try_add(self, a: np.ndarray, b: np.ndarray) -> bool:
+        """Compare a step and add the result to this tally, if all numbers are finite.
 
         Args:
             a: Numbers of the first tensor.
             b: Numbers of the second tensor.
 
         Returns:
-            False, without counting anything, if a number is not finite.
+            Whether the step was added. If a number is NaN or infinite, nothing is counted, and the
+            caller compares the step with `compare_step`.
         """
         numbers_a = _to_float64(a)
         numbers_b = _to_float64(b)
@@ -367,12 +377,16 @@ class FiniteTally:
         if not (math.isfinite(squares_a) and math.isfinite(squares_b)):
             return False
 
-        is_changed = _differ_in_bits(a, b) if self._same_bits else numbers_a != numbers_b
+        if self._compare_bits:
+            is_changed = _differ_in_bits(a, b)
+        else:
+            is_changed = np.asarray(numbers_a != numbers_b)
         changed = int(np.count_nonzero(is_changed))
         self._total += a.size
         self._squares_a += squares_a
         self._squares_b += squares_b
         if not changed:
+            # The product of two equal numbers is their square, and their distance is 0.
             self._dot += squares_a
             return True
 
@@ -409,7 +423,7 @@ class FiniteTally:
         )
 
 
-def compare_step(a: np.ndarray, b: np.ndarray, *, same_bits: bool, start: int = 0) -> Tally:
+def compare_step(a: np.ndarray, b: np.ndarray, *, compare_bits: bool, start: int = 0) -> Tally:
     """Compare any numbers, also complex ones, 64-bit integers, NaN and infinities.
 
     This needs memory for several copies of the step. The arguments are those of `compare_elements`.
@@ -418,12 +432,12 @@ def compare_step(a: np.ndarray, b: np.ndarray, *, same_bits: bool, start: int = 
         return _compare_integers(a, b)
 
     numbers_a = _to_float64(a)
-    if same_bits:
+    if compare_bits:
         is_changed = _differ_in_bits(a, b)
         if not is_changed.any():
             return _tally_unchanged(numbers_a)
     numbers_b = _to_float64(b)
-    if not same_bits:
+    if not compare_bits:
         is_changed = np.asarray(numbers_a != numbers_b)
 
     nonfinite = NonfiniteChanges()
@@ -434,7 +448,7 @@ def compare_step(a: np.ndarray, b: np.ndarray, *, same_bits: bool, start: int = 
     if not is_finite.all():
         nan_a = np.isnan(numbers_a)
         nan_b = np.isnan(numbers_b)
-        if not same_bits:
+        if not compare_bits:
             # A NaN differs from itself.
             is_changed &= ~(nan_a & nan_b)
         nonfinite = NonfiniteChanges.from_numbers(numbers_a, numbers_b, is_changed, start)
@@ -462,7 +476,7 @@ def _tally_unchanged(numbers: np.ndarray) -> Tally:
     squares = _sum_squares(finite_numbers)
     return Tally(
         total=numbers.size,
-        nonfinite=NonfiniteChanges(nans=int(np.isnan(numbers).sum())),
+        nonfinite=NonfiniteChanges(pairs_with_nan=int(np.isnan(numbers).sum())),
         sums=ProductSums(dot=squares, squares_a=squares, squares_b=squares),
     )
 

@@ -14,10 +14,11 @@ Both depend on the width and the number of the elements:
   reading, because its range is known only after the first.
 - For a distribution, up to 65,536 elements are held and sorted, which is exact. If there are more,
   wide elements are rounded to float32 and counted by the upper 16 bits of that: sign, exponent and
-  seven bits of the fraction. So exponents are exact, and quantiles are within 1/128 of their value.
+  seven bits of the fraction. So exponents are exact, and quantiles are within 1/128 of their value,
+  except for numbers that float32 rounds to infinity: these share one range on either side.
 
 NaN and infinities are counted, and left out of everything else. A complex number counts as its
-absolute value.
+absolute value, computed in float64.
 """
 
 from __future__ import annotations
@@ -49,7 +50,11 @@ MAX_PAIRED_BINS = 127
 most 128 KiB."""
 
 FLOAT4_PAIRS = "float4_e2m1fn_x2"
-"""The dtype with two numbers in each byte, for which numpy has no type."""
+"""The dtype whose elements are bytes with two 4-bit floats each. numpy has no type for it, so such
+a tensor is read as bytes, and its shape counts bytes instead of numbers."""
+
+FLOAT32_LIMIT = 2.0**128
+"""The first power of two beyond float32. Rounding to float32 makes infinity of it."""
 
 QUANTILES = (0.0, 0.001, 0.01, 0.25, 0.5, 0.75, 0.99, 0.999, 1.0)
 """The quantiles of a `Distribution`."""
@@ -109,18 +114,19 @@ class Moments(Value, frozen=True):
         """
         moments = cls()
         for numbers in iterate_as_float64(values):
-            moments += cls.from_step(numbers, start)
+            moments += cls.center_in_place(numbers, start)
             start += numbers.size
         return moments
 
     @classmethod
-    def from_step(cls, numbers: Floats, start: int = 0) -> Moments:
-        """Compute the moments of one step, and overwrite it.
+    def center_in_place(cls, numbers: Floats, start: int = 0) -> Moments:
+        """Return the moments of some numbers, which become their distances from the mean.
 
-        If all numbers are finite, they are replaced by their distances from the mean.
+        The sum of squared deviations is computed from these distances, and callers can use them for
+        higher moments. If a number is not finite, the array stays as it is.
 
         Args:
-            numbers: The numbers of the step.
+            numbers: The numbers, at least one.
             start: The index of the first of them in the tensor.
         """
         # If a number is NaN, its minimum and maximum are NaN. If one is infinite, one of both is.
@@ -131,15 +137,23 @@ class Moments(Value, frozen=True):
             finite_numbers = numbers[np.isfinite(numbers)]
             if not finite_numbers.size:
                 return nonfinite
-            return nonfinite + cls.from_step(finite_numbers)
+            return nonfinite + cls.center_in_place(finite_numbers)
 
         with np.errstate(over="ignore", invalid="ignore"):
             mean = float(numbers.mean())
-            zeros = numbers.size - int(np.count_nonzero(numbers != 0))
+            nonzeros = int(np.count_nonzero(numbers != 0))
             squares = inner_product(numbers, numbers)
             numbers -= mean
             deviations = inner_product(numbers, numbers)
-        return cls(numbers.size, low, high, mean, deviations, squares, zeros=zeros)
+        return cls(
+            finite=numbers.size,
+            low=low,
+            high=high,
+            mean=mean,
+            deviations=deviations,
+            squares=squares,
+            zeros=numbers.size - nonzeros,
+        )
 
     @classmethod
     def from_nonfinite(cls, numbers: Floats, start: int) -> Moments:
@@ -195,20 +209,25 @@ def first_index(mask: Bools, start: int) -> int | None:
 
 
 def iterate_as_float64(values: np.ndarray) -> Iterator[Floats]:
-    """Yield the steps of a 1-D array of numbers as new arrays of float64."""
+    """Yield the numbers of a 1-D array in chunks of `STEP_ELEMENTS`, as new arrays of float64.
+
+    A complex number becomes its absolute value. The caller may overwrite the chunks.
+    """
     for start in range(0, values.size, STEP_ELEMENTS):
-        step = values[start : start + STEP_ELEMENTS]
-        if step.dtype.names:
-            # Complex numbers of a dtype that numpy does not have.
-            real = step["real"].astype(np.float64)
-            imaginary = step["imag"].astype(np.float64)
-            yield np.hypot(real, imaginary)
-            continue
-        # Converting a signalling NaN raises the flag for invalid operations.
-        with np.errstate(invalid="ignore"):
-            if step.dtype.kind == "c":
-                step = np.abs(step)
-            numbers = step.astype(np.float64)
+        chunk = values[start : start + STEP_ELEMENTS]
+        # Converting a signalling NaN raises the flag for invalid operations, and the absolute value
+        # of two huge float64 becomes infinite.
+        with np.errstate(over="ignore", invalid="ignore"):
+            if chunk.dtype.names:
+                # A complex dtype that numpy does not have is read as a pair of fields.
+                real = chunk["real"].astype(np.float64)
+                imaginary = chunk["imag"].astype(np.float64)
+                numbers = np.hypot(real, imaginary)
+            elif chunk.dtype.kind == "c":
+                # The absolute value of a finite complex64 can exceed float32.
+                numbers = np.abs(chunk.astype(np.complex128))
+            else:
+                numbers = chunk.astype(np.float64)
         yield numbers
 
 
@@ -301,12 +320,13 @@ class NumberStats:
     """Accumulates the moments of a tensor and, if one reading is enough for it, its histogram."""
 
     def __init__(self, tensor: LazyTensor, bins: int, known_moments: Moments | None = None) -> None:
-        """Prepare for the blocks of a tensor.
+        """Start without any blocks. How elements are counted depends on the dtype of the tensor.
 
         Args:
-            tensor: The tensor.
+            tensor: The tensor whose blocks are going to be added.
             bins: The number of bins of the histogram, 0 for none.
-            known_moments: The result of a first reading. The second one computes the histogram.
+            known_moments: The moments from a first reading of the tensor, if this is the second
+                reading, which computes the histogram.
         """
         self._size = tensor.size
         self._bins = bins
@@ -341,7 +361,8 @@ class NumberStats:
     def result(self) -> tuple[Moments, Ints | None]:
         """Return the moments of the tensor and its histogram.
 
-        The histogram is None if it is not wanted, or if a second reading is needed for it.
+        The histogram is None if it is not wanted, if no number is finite, or if its range was not
+        known yet: then a second reading is needed.
         """
         if self._pattern_counts is not None:
             moments = self._pattern_counts.moments()
@@ -349,8 +370,12 @@ class NumberStats:
                 return moments, None
             return moments, self._pattern_counts.histogram(moments, self._bins)
 
-        block_moments = [self._moments[start] for start in sorted(self._moments)]
-        moments = self._known_moments or sum(block_moments, Moments())
+        if self._known_moments is not None:
+            moments = self._known_moments
+        else:
+            # Sums depend on the order, and the order of the blocks on the threads.
+            block_moments = [self._moments[start] for start in sorted(self._moments)]
+            moments = sum(block_moments, Moments())
         if not self._histograms:
             return moments, None
         histograms = list(self._histograms.values())
@@ -538,10 +563,10 @@ class SquareSums:
     """
 
     def __init__(self, shape: Sequence[int], groups: int) -> None:
-        """Prepare for the squares of a tensor.
+        """Start with sums of zero, and find the first column of each group of columns.
 
         Args:
-            shape: The shape of the tensor.
+            shape: The shape of the tensor. One without axes has a single row and column.
             groups: The largest number of groups of rows, and of columns.
         """
         self._column_count = shape[-1] if shape else 1
@@ -617,9 +642,10 @@ def _square_finite(numbers: Floats) -> Floats:
 
 
 class BlockSummary(Struct):
-    """What a `DistributionBuilder` keeps of a block."""
+    """What a `DistributionBuilder` keeps of a block, apart from the counts of all blocks."""
 
     count: int
+    """The number of elements in the block."""
     moments: Moments = field(default_factory=Moments)
     higher_moments: HigherMoments = field(default_factory=HigherMoments)
     numbers: Floats | None = None
@@ -638,30 +664,41 @@ class NumberRanges(Value, frozen=True, eq=False):
 class DistributionBuilder:
     """Accumulates the `Distribution` of a tensor from its blocks."""
 
-    def __init__(self, tensor: LazyTensor, count: int, groups: int) -> None:
-        """Prepare for the blocks of a tensor.
+    def __init__(self, tensor: LazyTensor, element_count: int, groups: int) -> None:
+        """Choose how the elements of a tensor are counted, and start without any blocks.
+
+        Few elements are kept and sorted. Many narrow elements are counted by their bit patterns,
+        and many wide ones by the upper halves of their bits as float32.
 
         Args:
             tensor: The tensor.
-            count: How many of its elements are going to be added.
+            element_count: How many of its elements are going to be added.
             groups: The number of groups of rows, and of columns, that have norms. 0 for none.
         """
-        self._is_small = count <= SMALL_ELEMENTS
-        self._is_counted = not self._is_small and is_counted_by_pattern(tensor)
-        # Counts the patterns of the elements, or the upper halves of wide numbers as float32.
-        pattern_dtype = _number_dtype(tensor) if self._is_counted else np.dtype(np.uint16)
+        self._is_small = element_count <= SMALL_ELEMENTS
+        self._counts_elements = not self._is_small and is_counted_by_pattern(tensor)
+        # The upper half of a float32 is a pattern of 16 bits.
+        pattern_dtype: AnyDType = np.dtype(np.uint16)
+        if self._counts_elements:
+            pattern_dtype = _number_dtype(tensor)
         self._pattern_counts = BitPatternCounts(pattern_dtype)
         self._square_sums: SquareSums | None = None
-        # With two numbers in a byte, the shape does not count numbers.
+        # The shape of a tensor of such pairs counts bytes, so it does not tell the row of a number.
         if groups and tensor.dtype.name != FLOAT4_PAIRS:
             self._square_sums = SquareSums(tensor.shape, groups)
         self._blocks: dict[int, BlockSummary] = {}
+        """The summary of each block by the index of its first element."""
 
     def add(self, start: int, values: np.ndarray) -> None:
-        """Add a block whose first element has the index `start`."""
+        """Add a block of elements. Threads may add at the same time.
+
+        Args:
+            start: The index of the first element in the tensor.
+            values: The elements.
+        """
         if self._is_small:
             self._blocks[start] = self._summarize_small(start, values)
-        elif self._is_counted:
+        elif self._counts_elements:
             self._blocks[start] = self._count_patterns(start, values)
         else:
             self._blocks[start] = self._summarize_wide(start, values)
@@ -700,7 +737,9 @@ class DistributionBuilder:
         return summary
 
     def _add_step(self, summary: BlockSummary, start: int, numbers: Floats) -> None:
-        """Add the numbers of one step to the summary of its block. The numbers are overwritten.
+        """Add the numbers of one step to the summary of its block.
+
+        The array of numbers may be overwritten.
 
         Args:
             summary: The summary of the block.
@@ -717,15 +756,13 @@ class DistributionBuilder:
             if not numbers.size:
                 return
 
-        with np.errstate(over="ignore", under="ignore"):
-            upper_halves = numbers.astype(np.float32).view(np.uint32) >> 16
-        self._pattern_counts.add(upper_halves.astype(np.uint16))
-
-        step_moments = Moments.from_step(numbers)
-        # `from_step` has replaced the numbers by their distances from the mean.
-        step_higher = HigherMoments.from_distances(numbers)
+        self._pattern_counts.add(_take_upper_halves(numbers))
+        step_moments = Moments.center_in_place(numbers)
+        # The numbers are their distances from the mean now.
+        step_higher_moments = HigherMoments.from_distances(numbers)
+        # Merge the higher moments first: this needs the moments from before this step.
         summary.higher_moments = summary.higher_moments.merge(
-            step_higher, summary.moments, step_moments
+            step_higher_moments, summary.moments, step_moments
         )
         summary.moments += step_moments
 
@@ -738,10 +775,10 @@ class DistributionBuilder:
         for block in blocks:
             higher_moments = higher_moments.merge(block.higher_moments, moments, block.moments)
             moments += block.moments
-        if self._is_counted:
+        if self._counts_elements:
             moments = self._pattern_counts.moments()
         ranges = self._collect_ranges(blocks, moments)
-        is_exact = self._is_small or self._is_counted
+        is_exact = self._is_small or self._counts_elements
         fourths = _sum_fourths(ranges, moments) if is_exact else higher_moments.fourths
 
         rows: tuple[float, ...] = ()
@@ -766,7 +803,7 @@ class DistributionBuilder:
 
     def _collect_ranges(self, blocks: Sequence[BlockSummary], moments: Moments) -> NumberRanges:
         """Return the finite numbers of all blocks in ascending order."""
-        if self._is_counted:
+        if self._counts_elements:
             numbers, counts = self._pattern_counts.finite_numbers()
             order = np.argsort(numbers, kind="stable")
             sorted_numbers = numbers[order]
@@ -822,32 +859,62 @@ def _count_exponents(numbers: Floats, counts: Ints) -> tuple[int, tuple[int, ...
     return first_exponent, tuple(exponent_counts.tolist())
 
 
+def _take_upper_halves(numbers: Floats) -> npt.NDArray[np.uint16]:
+    """Round numbers to float32, and return the upper 16 bits of each: its bin in a histogram.
+
+    The histogram has a fixed size of 65,536 bins, whatever the numbers are. So it can be made
+    before their range is known, and histograms of blocks can be added. The 16 bits are the sign,
+    the exponent and seven bits of the fraction, so a bin is at most 1/128 of its numbers wide.
+    """
+    with np.errstate(over="ignore", under="ignore"):
+        rounded_numbers = numbers.astype(np.float32)
+    # -0.0 becomes 0.0. Its bin is that of small negative numbers, and zero is not negative.
+    rounded_numbers += np.float32(0)
+    upper_halves = rounded_numbers.view(np.uint32) >> 16
+    return upper_halves.astype(np.uint16)
+
+
 def _find_ranges(upper_half_counts: Ints, moments: Moments) -> NumberRanges:
-    """Return the ranges of the numbers that have each upper half of a float32.
+    """Turn the histogram of `_take_upper_halves` into ranges of numbers, in ascending order.
+
+    Numbers were rounded to float32 before they were counted, so a number next to the end of a range
+    can have been counted in it although it lies slightly outside.
 
     Args:
-        upper_half_counts: How often each upper half occurs, by the half as an integer.
+        upper_half_counts: How many numbers are in each bin, by the upper half as an integer.
         moments: The moments of the numbers. No range exceeds their lowest and highest number.
     """
     upper_halves = np.flatnonzero(upper_half_counts)
     counts = upper_half_counts[upper_halves]
+    near_ends, far_ends = _find_bin_ends(upper_halves)
+    near_ends = np.clip(near_ends, moments.low, moments.high)
+    far_ends = np.clip(far_ends, moments.low, moments.high)
 
-    # A range ends near zero, where all lower bits are 0, and far from zero, where they are 1. The
-    # range of infinity has no far end, because its bits are those of NaN. It contains the finite
-    # numbers that exceed float32.
+    # The far end of a negative range is its lower end.
+    lows = np.minimum(near_ends, far_ends)
+    highs = np.maximum(near_ends, far_ends)
+    order = np.argsort(lows, kind="stable")
+    return NumberRanges(lows[order], highs[order], counts[order])
+
+
+def _find_bin_ends(upper_halves: Ints) -> tuple[Floats, Floats]:
+    """Return the end of each bin that is nearer to zero, and the end that is farther from zero.
+
+    Args:
+        upper_halves: The upper 16 bits of a float32 for each bin, never those of a NaN.
+    """
+    # The lower 16 bits are all 0 at the near end of a bin, and all 1 at its far end.
     near_bits = upper_halves.astype(np.uint32) << 16
     far_bits = near_bits | 0xFFFF
     near_ends = near_bits.view(np.float32).astype(np.float64)
     with np.errstate(invalid="ignore"):
         far_ends = far_bits.view(np.float32).astype(np.float64)
-    far_ends = np.where(np.isfinite(far_ends), far_ends, near_ends)
 
-    near_ends = np.clip(near_ends, moments.low, moments.high)
-    far_ends = np.clip(far_ends, moments.low, moments.high)
-    lows = np.minimum(near_ends, far_ends)
-    highs = np.maximum(near_ends, far_ends)
-    order = np.argsort(lows, kind="stable")
-    return NumberRanges(lows[order], highs[order], counts[order])
+    # The bin of infinity holds the finite float64 that float32 rounds to infinity. Its far end
+    # would be NaN, but these numbers have no upper limit.
+    far_ends = np.where(np.isnan(far_ends), near_ends, far_ends)
+    near_ends = np.clip(near_ends, -FLOAT32_LIMIT, FLOAT32_LIMIT)
+    return near_ends, far_ends
 
 
 def _interpolate_quantiles(ranges: NumberRanges, moments: Moments) -> tuple[float, ...]:

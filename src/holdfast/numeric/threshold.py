@@ -253,8 +253,8 @@ def magnitude_keys(values: np.ndarray, order: str) -> np.ndarray:
 def random_keys(start: int, stop: int, seed: int) -> np.ndarray:
     """Return the keys of the elements from `start` to `stop` (exclusive) in a random order.
 
-    The key of an element is the output of the generator SplitMix64 for its index, without the lowest
-    bit. So the keys of any part of a tensor can be computed by themselves.
+    The key of an element is the output of the generator SplitMix64 for its index, without the
+    lowest bit. So the keys of any part of a tensor can be computed by themselves.
 
     >>> random_keys(0, 2, 0).tolist()
     [8147104208329303767, 3980143261097177850]
