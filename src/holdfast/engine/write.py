@@ -448,28 +448,16 @@ def assemble_file(plan: FilePlan, crcs: Mapping[str, int]) -> tuple[bytes, Recei
 
     # None marks a piece that depends on checksums of other data. All of them are known now.
     if None in pieces:
-        _fill_late_pieces(plan.segments, pieces, {**crcs, **sums.crcs})
+        all_crcs = {**crcs, **sums.crcs}
+        for index, segment in enumerate(plan.segments):
+            if isinstance(segment, Late) and pieces[index] is None:
+                pieces[index] = check_length(segment.make(all_crcs), segment.nbytes)
 
     content = b"".join(cast("list[bytes]", pieces))
     receipt = Receipt(plan.nbytes, sums.crcs)
     if content:
         receipt.blocks.append(WrittenBlock(0, len(content), crc32(content)))
     return content, receipt
-
-
-def _fill_late_pieces(
-    segments: Sequence[Segment], pieces: list[BytesLike | None], crcs: Mapping[str, int]
-) -> None:
-    """Replace each None in a list of pieces by the bytes of its `Late` segment.
-
-    Args:
-        segments: The segments of the pieces.
-        pieces: The bytes of each segment; None for a `Late` segment that is not made yet.
-        crcs: All checksums that the `Late` segments are made from.
-    """
-    for index, segment in enumerate(segments):
-        if isinstance(segment, Late) and pieces[index] is None:
-            pieces[index] = check_length(segment.make(crcs), segment.nbytes)
 
 
 def _join_late_segments(
