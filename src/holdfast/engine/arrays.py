@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, cached_property
+from operator import is_not
 from typing import cast
 
 import numpy as np
@@ -98,8 +99,11 @@ def describe_arrays(values: list[object]) -> TensorColumns:
 
     kinds, kind_indices = _group_by_kind(arrays, roots)
     storage_indices, storage_roots = _group_by_memory(roots)
-    offsets = _find_bit_offsets(arrays, roots, storage_indices)
-    if offsets:
+    # Arrays that are not views start where their storages start, so they have no offsets.
+    offsets: dict[int, int] = {}
+    has_views = any(map(is_not, arrays, roots))
+    if has_views:
+        offsets = _find_bit_offsets(arrays, roots, storage_indices)
         # A view may reach beyond its root. Such arrays get kinds of their own.
         separate_outside_rows(kinds, kind_indices, offsets)
     storages = ArrayStorages(storage_roots)
