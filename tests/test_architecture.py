@@ -38,7 +38,7 @@ ROOM_TOKENS = {
     "core": 48100,
     "engine": 39100,
     "engine/commit": 8250,
-    "engine/targets": 14325,
+    "engine/targets": 14650,
     "extras": 230,
     "extras/maps": 12468,
     "extras/packages": 20230,

@@ -15,7 +15,7 @@ import holdfast
 from holdfast.core.value import replace
 from holdfast.engine.targets.bucket_commit import ObjectSave
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted, SaveError, StoreError
-from holdfast.stores.remote.client import Bucket, ObjectContent, get_bucket
+from holdfast.stores.remote.client import Bucket, ObjectContent, Upload, get_bucket
 from holdfast.stores.remote.url import parse_url
 from tests.remote.killing import run_and_kill
 from tests.remote.servers import Proxy, environment, only
@@ -341,3 +341,29 @@ def test_a_save_whose_source_changes_leaves_the_old_checkpoint():
     with holdfast.open("a", store=store) as checkpoint:
         np.testing.assert_array_equal(checkpoint["b"].numpy(), make_state(0)["b"])
     assert len(list_store(store, "a")) == 2
+
+
+@pytest.mark.parametrize("suffix", ["", ".safetensors"])
+def test_a_refused_save_writes_nothing(suffix: str, proxy: Proxy, url: str):
+    holdfast.save(make_state(0), url + suffix)
+    get_bucket(parse_url(url)).supports_conditions = None
+    proxy.clear()
+    with pytest.raises(NotCommitted, match="overwrite=True"):
+        holdfast.save(make_state(1), url + suffix, overwrite=False)
+    assert not [request for request in proxy.asked if request.method not in ("GET", "HEAD")]
+
+
+def test_a_failed_upload_over_an_empty_object_reports_that_it_was_not_changed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A range of an empty object cannot be read, so only its metadata tells whose it is."""
+    store = MemoryStore()
+    obstore.put(store, "x.safetensors", b"")
+
+    async def fail(self: Upload, *, publish: bool) -> None:
+        raise OSError(errno.EIO, "the upload failed")
+
+    monkeypatch.setattr(Upload, "finish", fail)
+    with pytest.raises(NotCommitted, match="the existing object was not changed"):
+        holdfast.save(make_state(1), "x.safetensors", store=store, overwrite=True)
+    assert bytes(obstore.get(store, "x.safetensors").bytes()) == b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from obstore.store import MemoryStore
 
 import holdfast
 from holdfast.cli.main import main
+from holdfast.engine.targets.bucket_commit import PrefixSave
 from holdfast.errors import Corrupted, DurabilityUncertain, HoldfastError, NotCommitted
 from holdfast.stores.remote.client import get_bucket
 from holdfast.stores.remote.url import parse_url
@@ -236,3 +238,24 @@ def test_cp_copies_a_file_into_a_folder(checkpoints: Path, proxy: Proxy, url: st
     (checkpoints / "down").mkdir()
     assert main(["cp", f"{url}/x.pt", f"{checkpoints}/down/"]) == 0
     same(str(checkpoints / "down" / "x.pt"), STATE)
+
+
+def test_a_copy_that_ends_just_before_another_gets_the_claim_is_not_replaced(
+    checkpoints: Path, proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The second copy has seen an empty prefix. It must look again when it has the claim."""
+    exclusive_place = PrefixSave.exclusive_place
+    calls: list[PrefixSave] = []
+
+    def finish_other_copy_and_claim(self: PrefixSave) -> AbstractContextManager[None]:
+        calls.append(self)
+        if len(calls) == 1:
+            holdfast.copy(checkpoints / "split", url)
+        return exclusive_place(self)
+
+    monkeypatch.setattr(PrefixSave, "exclusive_place", finish_other_copy_and_claim)
+    with pytest.raises(NotCommitted, match="a checkpoint exists there"):
+        holdfast.copy(checkpoints / "split", url)
+
+    same(url, STATE)
+    assert not any(name.startswith(".copy") for name in names(url)), "no claim is left"

@@ -28,7 +28,9 @@ from holdfast.engine.source import OpenSource
 from holdfast.engine.targets.bucket import BucketNames
 from holdfast.engine.targets.bucket_commit import make_save_id
 from holdfast.engine.targets.target import (
+    BucketOptions,
     DeliveredFile,
+    DiskOptions,
     SaveContext,
     Target,
     WriteFile,
@@ -106,11 +108,11 @@ def open_together(
         path,
         plan,
         overwrite=overwrite,
-        durable=durable,
-        bucket_names=lambda: names,
-        is_replaceable=replaceable,
-        save_id="" if place_at(path).on_disk else make_save_id(),
-        makes_parents=True,
+        disk=DiskOptions(durable=durable, is_replaceable=replaceable, makes_parents=True),
+        bucket=BucketOptions(
+            load_names=lambda: names,
+            save_id="" if place_at(path).on_disk else make_save_id(),
+        ),
     ).__enter__()
 
 

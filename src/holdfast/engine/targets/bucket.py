@@ -33,6 +33,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import count
 from types import TracebackType
+from typing import NamedTuple, Self
 
 from holdfast.core.keys import parse_sibling_key
 from holdfast.core.protocols import Store
@@ -105,7 +106,7 @@ class ReplacedObjects(Value, frozen=True):
 
 
 class BucketNames(Value, frozen=True):
-    """What the names of objects mean. The engine does not know any format, so callers tell it."""
+    """The functions that classify object names. The engine knows no format, so callers pass them."""
 
     is_checkpoint: Callable[[str], bool] | None = None
     """Returns whether an object makes a checkpoint of a prefix, besides the index of the save."""
@@ -304,13 +305,13 @@ class JoinedPrefix(Target):
 
     def generate_free_names(self, prefix: str, suffix: str) -> Iterator[str]:
         """Yield names with the id of the save, which no other save or rank uses."""
-        # Another random id keeps the names of several ranks apart.
+        # All ranks share the id of the save, so each adds a random id of its own.
         rank_id = make_save_id()
         for file_index in count():
             yield f"{prefix}{file_index}-{self.save_id}-{rank_id}{suffix}"
 
     def give_up(self) -> None:
-        """Delete the objects that this rank has uploaded."""
+        """Abort: delete the objects that this rank has uploaded. Errors are ignored."""
         self._save.give_up()
 
 
@@ -334,7 +335,7 @@ class PrefixTarget(JoinedPrefix):
             save_id: The id of the save.
             index: The name of the index, whose put publishes the save.
             overwrite: Whether an existing checkpoint may be replaced.
-            names: What the names of objects mean.
+            names: The functions that classify object names.
             parts_at_once: How many parts of an upload are sent at once.
         """
         super().__init__(url, save_id, index, overwrite=overwrite, parts_at_once=parts_at_once)
@@ -433,40 +434,52 @@ class PrefixTarget(JoinedPrefix):
         return store
 
     def give_up(self) -> None:
-        """Delete all objects of the save, including those of ranks that died.
+        """Abort the save: delete all of its objects, including those of ranks that died.
 
-        Does nothing if the save was published, or may have been.
+        Does nothing if the save has ended, or if it may have been published. Errors are ignored:
+        objects that stay are left to the sweep of the run.
         """
         if self._has_ended or not self._save.is_known_unpublished:
             return
         self._has_ended = True
         super().give_up()
         if not self.save_id:
+            # No name shows what ranks that died have uploaded.
             return
         prefix = f"{self.url.key}/" if self.url.key else ""
         with suppress(HoldfastError):
             bucket = get_bucket(self.url)
-            keys = [listed.key for listed in bucket.list_objects(prefix, MAX_SEARCHED_OBJECTS)]
-            bucket.delete([key for key in keys if self.save_id in key.removeprefix(prefix)])
+            entries = bucket.list_objects(prefix, MAX_SEARCHED_OBJECTS)
+            # The prefix itself may contain the id, so only the name below it counts.
+            names = [entry.key.removeprefix(prefix) for entry in entries]
+            bucket.delete([f"{prefix}{name}" for name in names if self.save_id in name])
 
 
 class JoinedCopy(Target):
     """A copy of a checkpoint below a prefix, on a rank that uploads some of the objects."""
 
-    def __init__(self, url: Url, name: str, save: PrefixSave | None = None) -> None:
-        """Prepare the target.
+    def __init__(self, save: PrefixSave) -> None:
+        """Prepare the target of a save below a prefix. No request is sent yet."""
+        self._save = save
+        self._hidden_names: dict[str, str] = {}
+        """The names under which some files are uploaded first, by their own names."""
+
+    @classmethod
+    def from_join_name(cls, url: Url, join_name: str) -> JoinedCopy:
+        """Return the target that the first rank has opened.
 
         Args:
             url: The prefix.
-            name: The `join_name`: hidden names of objects by their own names, as JSON.
-            save: The save of the first rank.
+            join_name: The `join_name` of the target on the first rank.
         """
-        self._save = save or PrefixSave(url, "", overwrite=False)
-        self._hidden_names: dict[str, str] = json.loads(name)
+        # This rank only uploads. The first rank knows the index and what may be replaced.
+        target = cls(PrefixSave(url, "", overwrite=False))
+        target._hidden_names = json.loads(join_name)
+        return target
 
     @property
     def join_name(self) -> str:
-        """The hidden names of objects by their own names, which other ranks need to upload them."""
+        """The hidden names as JSON. They are random, so the other ranks need those of the first."""
         return json.dumps(self._hidden_names)
 
     def prepare_file(self, file: FilePlan) -> WriteFile:
@@ -475,8 +488,52 @@ class JoinedCopy(Target):
         return partial(_put_object, file, self._save, name)
 
     def give_up(self) -> None:
-        """Delete the objects that this rank has uploaded."""
+        """Abort: delete the objects that this rank has uploaded. Errors are ignored."""
         self._save.give_up()
+
+
+class UploadOrder(NamedTuple):
+    """How the files of a copy get their names. All others are uploaded under their own names."""
+
+    hidden_names: dict[str, str]
+    """Files that are uploaded under a hidden name first, with that name."""
+    overwriting_files: list[FilePlan]
+    """Files that replace an object, and are too long for a hidden name."""
+    last_files: list[FilePlan]
+    """New files that readers would find before the copy is complete."""
+
+
+def _plan_uploads(
+    plan: SavePlan,
+    existing_names: Collection[str],
+    is_weights: Callable[[str], bool],
+    *,
+    has_other_ranks: bool,
+) -> UploadOrder:
+    """Decide for each file of a copy when it gets its name.
+
+    Args:
+        plan: The copy.
+        existing_names: The names at the prefix.
+        is_weights: Returns whether readers look for an object of this name if there is no index.
+        has_other_ranks: Whether other ranks upload some of the objects. They cannot upload last.
+    """
+    # Readers of the old checkpoint still need the objects of these names.
+    replacing_files = [file for file in plan.files if file.key in existing_names]
+    visible_files: list[FilePlan] = []
+    if not plan.index:
+        for file in plan.files:
+            if is_weights(file.key) and file.key not in existing_names:
+                visible_files.append(file)
+
+    hidden_names = _choose_hidden_names(replacing_files)
+    if has_other_ranks:
+        hidden_names |= _choose_hidden_names(visible_files)
+    return UploadOrder(
+        hidden_names,
+        overwriting_files=[file for file in replacing_files if file.key not in hidden_names],
+        last_files=[file for file in visible_files if file.key not in hidden_names],
+    )
 
 
 class CopyTarget(JoinedCopy):
@@ -502,49 +559,65 @@ class CopyTarget(JoinedCopy):
         parts_at_once: int | None,
         has_other_ranks: bool,
     ) -> None:
-        """Check what is at the prefix, and claim it.
+        """Prepare the target. The `with` block sends the first request.
 
         Args:
             url: The prefix.
             plan: The copy.
             overwrite: Whether an existing checkpoint may be replaced.
-            names: What the names of objects mean.
+            names: The functions that classify object names.
             parts_at_once: How many parts of an upload are sent at once.
             has_other_ranks: Whether other ranks upload some of the objects.
+        """
+        index_name = plan.index[0].key if plan.index else ""
+        super().__init__(
+            PrefixSave(url, index_name, overwrite=overwrite, parts_at_once=parts_at_once)
+        )
+        self._plan = plan
+        self._overwrite = overwrite
+        self._names = names
+        self._has_other_ranks = has_other_ranks
+        self._files: list[FilePlan] = []
+        self._linked_files: list[LinkedFile] = []
+        self._overwriting_files: list[FilePlan] = []
+        self._last_files: list[FilePlan] = []
+        self._replaced = ReplacedObjects()
+        self._claim_stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Claim the prefix, and check what is there.
 
         Raises:
             NotCommitted: What is there may not be replaced, or another copy holds the prefix.
         """
-        index_name = plan.index[0].key if plan.index else ""
-        save = PrefixSave(url, index_name, overwrite=overwrite, parts_at_once=parts_at_once)
-        save.check_existing(names.is_checkpoint)
-        existing_names = save.existing_names
-
-        # Files whose objects exist already, which readers of the old checkpoint still need.
-        replacing_files = [file for file in plan.files if file.key in existing_names]
-        # New files that readers would find before the copy is complete.
-        visible_files: list[FilePlan] = []
-        if not plan.index:
-            for file in plan.files:
-                if names.is_weights(file.key) and file.key not in existing_names:
-                    visible_files.append(file)
-
-        hidden_names = _choose_hidden_names(replacing_files)
-        if has_other_ranks:
-            hidden_names |= _choose_hidden_names(visible_files)
-        super().__init__(url, json.dumps(hidden_names), save)
-
-        self._files: list[FilePlan] = []
-        self._linked_files: list[LinkedFile] = []
-        self._overwriting_files = [file for file in replacing_files if file.key not in hidden_names]
-        """Files that replace an object, and are too long for a hidden name."""
-        self._last_files = [file for file in visible_files if file.key not in hidden_names]
-        self._replaced = ReplacedObjects()
-        if overwrite and existing_names:
-            self._replaced = names.find_replaced(url, existing_names)
-        self._claim_stack = ExitStack()
-        self._claim_stack.enter_context(save.exclusive_place())
-        save.add_new_names([hidden_names.get(file.key, file.key) for file in plan.files])
+        save = self._save
+        if not self._overwrite:
+            # A copy that is refused writes nothing, not even a claim.
+            save.check_existing(self._names.is_checkpoint)
+        with ExitStack() as stack:
+            stack.enter_context(save.exclusive_place())
+            # Another copy may have ended since the first check. Only what is listed while this copy
+            # has the claim cannot change any more.
+            save.check_existing(self._names.is_checkpoint)
+            existing_names = save.existing_names
+            order = _plan_uploads(
+                self._plan,
+                existing_names,
+                self._names.is_weights,
+                has_other_ranks=self._has_other_ranks,
+            )
+            self._hidden_names = order.hidden_names
+            self._overwriting_files = order.overwriting_files
+            self._last_files = order.last_files
+            if self._overwrite and existing_names:
+                self._replaced = self._names.find_replaced(save.url, existing_names)
+            # Other ranks upload some of these. If they die, this rank deletes their objects.
+            save.add_new_names(
+                [self._hidden_names.get(file.key, file.key) for file in self._plan.files]
+            )
+            # Any error above has released the claim. From here on, `__exit__` does.
+            self._claim_stack = stack.pop_all()
+        return self
 
     def needs_first_rank(self, file: FilePlan) -> bool:
         """Return whether a file is put by `publish`, because readers find it under its name."""

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
@@ -70,6 +70,9 @@ CLAIM_LIFE_S = 1800.0
 CLAIM_WORK_S = 600.0
 """How long the owner of a claim acts on it."""
 
+CLAIM_REMOVAL_AGE_S = 2 * CLAIM_LIFE_S
+"""The age at which other processes delete a claim. It counts for nothing long before that."""
+
 MAX_CLAIM_NBYTES = 1 << 20
 MAX_CLAIMS = 100_000
 
@@ -79,7 +82,8 @@ Activity = Literal["uses", "deletes"]
 class ClaimContent(msgspec.Struct, frozen=True):
     """The content of a claim."""
 
-    does: Activity
+    activity: Activity = msgspec.field(name="does")
+    """What the owner does. In the object, the field is called `does`."""
     folders: tuple[str, ...]
     """The folders of the objects that are used or deleted."""
 
@@ -110,61 +114,83 @@ class Claim:
         return time.monotonic() - self._put_at_s < CLAIM_WORK_S
 
     def find_claimed_by_others(self, activity: Activity) -> set[str]:
-        """Return the folders in which other processes are active in this way."""
-        return list_claimed_folders(self._parent, activity, own_key=self._key)
+        """Return the folders in which other processes are active in this way.
 
+        Claims that expired long ago are deleted on the way.
 
-def list_claimed_folders(
-    parent: Url, activity: Activity, *, own_key: str | None = None
-) -> set[str]:
-    """Return the folders that valid claims name. Claims that are long expired are deleted.
-
-    Args:
-        parent: The prefix of the run.
-        activity: Which claims to look for.
-        own_key: The claim of this process, whose time tells the age of the others. Without one, the
-            clock of this machine does, which is good enough for a forecast.
-
-    Raises:
-        StoreError: The claims cannot be listed or understood.
-    """
-    bucket = get_bucket(parent)
-    folders: set[str] = set()
-    expired_keys: list[str] = []
-    claims = bucket.list_objects(f"{_make_claims_key(parent)}/", MAX_CLAIMS)
-    put_times = {claim.key: claim.modified_at for claim in claims}
-    now = datetime.now(UTC)
-    if own_key is not None:
-        if own_key not in put_times:
+        Raises:
+            StoreError: The claims cannot be listed or understood.
+        """
+        put_times = _list_put_times(self._parent)
+        own_put_time = put_times.pop(self._key, None)
+        if own_put_time is None:
             message = (
                 "the store does not list what was just written to it; checkpoints cannot share "
                 "bytes there"
             )
-            raise _make_unsure_error(message, parent)
-        now = put_times[own_key]
+            raise _make_unsure_error(message, self._parent)
 
+        # The store has just set this time, so it is the current time by the clock of the store.
+        folders = _read_claimed_folders(self._parent, activity, put_times, now=own_put_time)
+        removable_keys: list[str] = []
+        for key, put_time in put_times.items():
+            if (own_put_time - put_time).total_seconds() >= CLAIM_REMOVAL_AGE_S:
+                removable_keys.append(key)
+        if removable_keys:
+            with suppress(HoldfastError):
+                get_bucket(self._parent).delete(removable_keys)
+        return folders
+
+
+def list_claimed_folders(parent: Url, activity: Activity) -> set[str]:
+    """Return the folders in which processes are active in this way, without claiming anything.
+
+    The ages of claims are measured by the clock of this machine, which may be wrong. That is good
+    enough for a forecast. A save or a deletion asks its own claim (`find_claimed_by_others`).
+
+    Args:
+        parent: The prefix of the run.
+        activity: Which claims to look for.
+
+    Raises:
+        StoreError: The claims cannot be listed or understood.
+    """
+    put_times = _list_put_times(parent)
+    return _read_claimed_folders(parent, activity, put_times, now=datetime.now(UTC))
+
+
+def _list_put_times(parent: Url) -> dict[str, datetime]:
+    """Return when each claim of a run was put, by the clock of the store."""
+    claims = get_bucket(parent).list_objects(f"{_make_claims_key(parent)}/", MAX_CLAIMS)
+    return {claim.key: claim.modified_at for claim in claims}
+
+
+def _read_claimed_folders(
+    parent: Url, activity: Activity, put_times: Mapping[str, datetime], *, now: datetime
+) -> set[str]:
+    """Read the claims that have not expired, and return the folders that they name.
+
+    Args:
+        parent: The prefix of the run.
+        activity: Which claims count.
+        put_times: When each claim was put, by its key.
+        now: The current time.
+    """
+    bucket = get_bucket(parent)
+    folders: set[str] = set()
     for key, put_time in put_times.items():
-        age_s = (now - put_time).total_seconds()
-        if key == own_key:
-            continue
-        if age_s >= CLAIM_LIFE_S:
-            if age_s >= 2 * CLAIM_LIFE_S and own_key is not None:
-                expired_keys.append(key)
+        if (now - put_time).total_seconds() >= CLAIM_LIFE_S:
             continue
         try:
             answer = find_existing(bucket.get_object, key, MAX_CLAIM_NBYTES)
             # Its owner may have deleted it after it was listed.
             if answer is not None:
                 content = read_document(DOCUMENT, bytes(answer.data))
-                if content.does == activity:
+                if content.activity == activity:
                     folders.update(content.folders)
         except (FormatError, LimitExceeded):
             message = "this claim cannot be understood; perhaps a newer Holdfast works here"
             raise _make_unsure_error(message, bucket.url(key)) from None
-
-    if expired_keys:
-        with suppress(HoldfastError):
-            bucket.delete(expired_keys)
     return folders
 
 
@@ -176,6 +202,7 @@ def _make_unsure_error(message: str, url: str) -> StoreError:
 
 
 def _make_claims_key(parent: Url) -> str:
+    """Return the key of the folder that has the claims of a run."""
     return f"{parent.key}/{CLAIMS_FOLDER}" if parent.key else CLAIMS_FOLDER
 
 
@@ -254,8 +281,9 @@ def commit_with_claim(
                 raise _make_stale_error(save.url, reason)
             commit()
     except StoreError as error:
+        # With ESTALE the caller saves again, without sharing anything.
         code = errno.ESTALE if error.errno == errno.EAGAIN else error.errno
-        message = f"what the base has cannot be looked at: {error.message}; nothing was published"
+        message = f"cannot check the objects of the base: {error.message}; nothing was published"
         raise NotCommitted(message, file=save.url, errno=code) from None
 
 

@@ -3,10 +3,10 @@
 An object store has no rename and no folders. An object is there completely or not at all, and a put
 can have a condition. A save of several objects below a prefix (`PrefixSave`):
 
-    1  put data objects, whose names contain the id of the save. Two saves never write the same
-    name. 2  put objects whose names are given, such as the config of a Hugging Face folder 3  put
-    the index with a condition: there must be none, or exactly the one that was there before 4
-    delete what was replaced
+    1  put data objects. Their names contain the id of the save, so no two saves write the same name
+    2  put objects whose names are fixed, such as the config of a Hugging Face folder
+    3  put the index with a condition: there must be none, or exactly the one that was there before
+    4  delete what was replaced
 
 Before step 3 readers find nothing new, because a prefix without an index is not a checkpoint. After
 it they find everything. A crash in steps 1 and 2 leaves objects that no index names, for the sweep
@@ -24,7 +24,7 @@ may replace anything. A long object is uploaded in parts, and the end of an uplo
 So its name is claimed before that, by a hidden object that only one save can create.
 
 **Stores without conditions** would let the last save win without a notice. So each bucket is tested
-once (`check_conditions`).
+once (`require_conditional_puts`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from holdfast.stores.remote.client import Bucket, get_bucket
 from holdfast.stores.remote.failures import ConditionFailed, iterate_pauses
 from holdfast.stores.remote.url import Url
 
-INSIST_VARIABLE: Final = "HOLDFAST_WITHOUT_CONDITIONS"
+ALLOW_UNCONDITIONAL_VARIABLE: Final = "HOLDFAST_WITHOUT_CONDITIONS"
 """The environment variable that allows saves to stores that ignore conditions."""
 
 MAX_TRIES = 5
@@ -94,38 +94,49 @@ def explain_store_failure(error: StoreError, url: str) -> NotCommitted:
     return NotCommitted(message, file=url, errno=error.errno)
 
 
-def check_conditions(bucket: Bucket, url: Url) -> None:
-    """Test once for each bucket whether it supports puts with conditions.
+def require_conditional_puts(bucket: Bucket, url: Url) -> None:
+    """Raise `NotCommitted` if the store ignores the conditions of a put.
 
-    The test creates a small object twice. The second time must fail.
-
-    Raises:
-        NotCommitted: It does not, and the user has not allowed that in the environment.
+    Each bucket is tested once. The environment variable `HOLDFAST_WITHOUT_CONDITIONS` allows saves
+    to such a store.
     """
     if bucket.supports_conditions is None:
-        probe_key = f"{url.key}.holdfast-probe-{make_save_id()}"
-        try:
-            with suppress(ConditionFailed):
-                bucket.put(probe_key, b"1", create=True)
-            try:
-                bucket.put(probe_key, b"2", create=True)
-                bucket.supports_conditions = False
-            except ConditionFailed:
-                bucket.supports_conditions = True
-        except StoreError as error:
-            message = f"the store cannot be written to: {error.message}"
-            raise NotCommitted(message, file=url, errno=error.errno) from None
-        finally:
-            with suppress(HoldfastError):
-                bucket.delete([probe_key])
+        bucket.supports_conditions = _probe_conditional_puts(bucket, url)
 
-    if not bucket.supports_conditions and not os.environ.get(INSIST_VARIABLE):
+    if not bucket.supports_conditions and not os.environ.get(ALLOW_UNCONDITIONAL_VARIABLE):
         message = (
             "the store ignores conditions (If-None-Match), so two saves at once could mix or undo "
             "each other without a notice; use another store, or set "
-            f"{INSIST_VARIABLE}=1 where only one process ever saves"
+            f"{ALLOW_UNCONDITIONAL_VARIABLE}=1 where only one process ever saves"
         )
         raise NotCommitted(message, file=url, errno=errno.ENOTSUP)
+
+
+def _probe_conditional_puts(bucket: Bucket, url: Url) -> bool:
+    """Return whether a store refuses to create an object that exists already.
+
+    The test creates a small object beside the target twice, and deletes it.
+
+    Raises:
+        NotCommitted: The object cannot be written.
+    """
+    probe_key = f"{url.key}.holdfast-probe-{make_save_id()}"
+    try:
+        # The key is random, so the object is new. If the store says that it exists, then the first
+        # attempt has created it, its answer was lost, and the put was sent again.
+        with suppress(ConditionFailed):
+            bucket.put(probe_key, b"1", create=True)
+        try:
+            bucket.put(probe_key, b"2", create=True)
+        except ConditionFailed:
+            return True
+        return False
+    except StoreError as error:
+        message = f"the store cannot be written to: {error.message}"
+        raise NotCommitted(message, file=url, errno=error.errno) from None
+    finally:
+        with suppress(HoldfastError):
+            bucket.delete([probe_key])
 
 
 @contextmanager
@@ -274,13 +285,14 @@ class PrefixSave:
         before the index is put, and if another save was faster."""
 
     def check_existing(self, is_checkpoint: Callable[[str], bool] | None = None) -> None:
-        """Find out what is there, and raise `NotCommitted` if it may not be replaced.
+        """List what is at the prefix, and raise `NotCommitted` if it may not be replaced.
+
+        The names and the ETag of the old index are kept for the commit.
 
         Args:
             is_checkpoint: Returns whether an object of this name makes a checkpoint of the prefix,
                 as the index does.
         """
-        check_conditions(self._bucket, self.url)
         try:
             _, objects = self._bucket.list_folder(self._make_key(""))
             names = {listed.key.rpartition("/")[2] for listed in objects}
@@ -288,18 +300,18 @@ class PrefixSave:
                 # A list may be older than the object itself.
                 self._old_etag = self._bucket.head(self._make_key(self.index)).etag
         except StoreError as error:
-            message = f"the target cannot be looked at: {error.message}"
+            message = f"cannot check whether the target exists: {error.message}"
             raise NotCommitted(message, file=self.url, errno=error.errno) from None
 
         self.existing_names = frozenset(names)
-        if self._overwrite:
-            return
         has_checkpoint = self._old_etag is not None
         if is_checkpoint is not None:
             has_checkpoint = has_checkpoint or any(map(is_checkpoint, names))
-        if has_checkpoint:
+        if has_checkpoint and not self._overwrite:
             message = "a checkpoint exists there; pass overwrite=True to replace it"
             raise NotCommitted(message, file=self.url, errno=errno.EEXIST)
+        # This may write a probe, so it comes after everything that can refuse the save.
+        require_conditional_puts(self._bucket, self.url)
 
     def write_object(self, name: str, nbytes: int, write: WriteContent) -> None:
         """Upload an object that readers do not find without the index."""
@@ -364,8 +376,8 @@ class PrefixSave:
         failure_message = put_and_confirm(put, find_owner, fail_lost)
         if failure_message is not None:
             message = (
-                f"nobody can say whether the save was published ({failure_message}); its objects "
-                "were left there. Open it to see, or save again"
+                f"cannot determine whether the save was published ({failure_message}); its objects "
+                "were not deleted. Open the checkpoint to check, or save again"
             )
             raise DurabilityUncertain(message, file=self.url)
 
@@ -416,9 +428,9 @@ class PrefixSave:
             self._old_etag = etag
 
     def give_up(self) -> None:
-        """Delete the new objects, unless the save is or may be published.
+        """Abort the save: delete its new objects, unless it is published or may be.
 
-        What cannot be deleted now is left to the sweep of the run.
+        Errors are ignored. What cannot be deleted now is left to the sweep of the run.
         """
         if not self.is_known_unpublished:
             return
@@ -466,23 +478,28 @@ class ObjectSave:
         self._save_id = make_save_id()
 
     def check_existing(self) -> None:
-        """Find out what is there, and raise `NotCommitted` if it may not be replaced."""
+        """Raise `NotCommitted` if the URL is a folder, or an object that may not be replaced."""
+        if self._object_exists() and not self._overwrite:
+            message = "the object exists; pass overwrite=True to replace it"
+            raise NotCommitted(message, file=self.url, errno=errno.EEXIST)
+        # This may write a probe, so it comes after everything that can refuse the save.
         if not self._overwrite:
-            check_conditions(self._bucket, self.url)
+            require_conditional_puts(self._bucket, self.url)
+
+    def _object_exists(self) -> bool:
+        """Return whether there is an object of this name. Raises `NotCommitted` for a folder."""
         try:
             # A name without a suffix could be a folder.
             if not self.url.has_suffix and any(self._bucket.list_folder(self.url.key)):
-                message = "there are objects below this name, which is a folder's; give another"
+                message = "objects exist under this prefix, so it is a folder; choose another name"
                 raise NotCommitted(message, file=self.url, errno=errno.EISDIR)
             self._bucket.head(self.url.key)
+            return True
         except StoreError as error:
-            if error.errno != errno.ENOENT:
-                message = f"the target cannot be looked at: {error.message}"
-                raise NotCommitted(message, file=self.url, errno=error.errno) from None
-            return
-        if not self._overwrite:
-            message = "the object exists; pass overwrite=True to replace it"
-            raise NotCommitted(message, file=self.url, errno=errno.EEXIST)
+            if error.errno == errno.ENOENT:
+                return False
+            message = f"cannot check whether the target exists: {error.message}"
+            raise NotCommitted(message, file=self.url, errno=error.errno) from None
 
     def copy_object(self, source_key: str) -> None:
         """Publish a copy of another object of the bucket. The store copies it."""
@@ -578,7 +595,7 @@ class ObjectSave:
                 # Reading the source may fail as well.
                 if error.file != self._bucket.url(self.url.key):
                     raise
-                self._explain_failed_upload(error)
+                self._raise_unless_uploaded(error)
 
     @contextmanager
     def _exclusive_name(self) -> Iterator[None]:
@@ -597,33 +614,50 @@ class ObjectSave:
             yield
 
     def _create(self, content: bytes, attributes: Mapping[str, str]) -> None:
-        """Put the object, which must not exist yet."""
+        """Put the object, which must not exist yet.
+
+        Raises:
+            NotCommitted: Another program has put an object there.
+            DurabilityUncertain: It cannot be determined whether the object was written.
+        """
 
         def find_owner() -> Owner:
-            existing = self._bucket.get_range(self.url.key, 0, 1)
+            existing = self._bucket.head_with_attributes(self.url.key)
             is_ours = existing.attributes.get(SAVE_ATTRIBUTE) == self._save_id
             return "ours" if is_ours else "another"
 
         put = partial(self._bucket.put, self.url.key, content, create=True, attributes=attributes)
         failure_message = put_and_confirm(put, find_owner, partial(make_lost_error, self.url))
         if failure_message is not None:
-            raise DurabilityUncertain(
-                f"nobody can say whether the object was written ({failure_message}); look at it",
-                file=self.url,
-            )
+            raise self._make_uncertain_error(failure_message)
 
-    def _explain_failed_upload(self, error: StoreError) -> None:
-        """Find out what a failed upload has left, and raise the error for it.
+    def _raise_unless_uploaded(self, error: StoreError) -> None:
+        """Raise the error for a failed upload, unless the upload took effect.
 
-        Returns if the object of this save is there: then only the answer was lost.
+        If the object of this save is there, then only the answer to the last request was lost, and
+        the save goes on as if the upload had succeeded.
+
+        Args:
+            error: The failure of the upload.
+
+        Raises:
+            NotCommitted: The upload has left what was there before.
+            DurabilityUncertain: It cannot be determined whether the object was written.
         """
         try:
-            existing = self._bucket.get_range(self.url.key, 0, 1)
-        except StoreError as second_error:
-            if second_error.errno == errno.ENOENT:
+            existing = self._bucket.head_with_attributes(self.url.key)
+        except StoreError as check_error:
+            if check_error.errno == errno.ENOENT:
                 raise explain_store_failure(error, self.url) from None
-            message = f"nobody can say whether the object was written ({error.message}); look at it"
-            raise DurabilityUncertain(message, file=self.url) from None
+            raise self._make_uncertain_error(error.message) from None
         if existing.attributes.get(SAVE_ATTRIBUTE) != self._save_id:
-            message = f"{error.message}; what was there is there still"
+            message = f"{error.message}; the existing object was not changed"
             raise NotCommitted(message, file=self.url, errno=error.errno) from None
+
+    def _make_uncertain_error(self, failure_message: str) -> DurabilityUncertain:
+        """Return the error for an object that may have been written or not."""
+        message = (
+            f"cannot determine whether the object was written ({failure_message}); check it before "
+            "retrying"
+        )
+        return DurabilityUncertain(message, file=self.url)

@@ -117,7 +117,7 @@ class FirstRankTarget(Target):
     def write_range_of(
         self, file: FilePlan, byte_range: tuple[int, int], context: SaveContext
     ) -> FileSums:
-        """Write the blocks of this rank into a file that it has open."""
+        """Write a range of a shared file, which this rank has created and has open."""
         new_file = self._get_shared_file(file.key)
         return _write_and_check_range(file, byte_range, new_file, self.path, context)
 
@@ -143,6 +143,7 @@ class FileTarget(FileTransaction, FirstRankTarget):
         return self.hidden_path
 
     def _get_shared_file(self, key: str) -> NewFile:
+        """Return the hidden file, the only file of this target."""
         return self.file
 
     def create_shared_file(self, file: FilePlan) -> None:
@@ -236,11 +237,11 @@ class JoinedFolder(Target):
     def write_range_of(
         self, file: FilePlan, byte_range: tuple[int, int], context: SaveContext
     ) -> FileSums:
-        """Write the blocks of this rank into a file that the first rank has created, and sync
-        it."""
+        """Write a range of a file that the first rank has created, and sync the file."""
         path = self._describe_path(file.key)
         with not_committed_on_error("opening a file of the first rank", path):
             descriptor = self._files.open_shared(file.key, dir_fd=self._dir_fd)
+            # The file exists. A `NewFile` is any open file that is written, synced and closed.
             shared_file = NewFile(self._files, descriptor, path=path, durable=self._durable)
         self._new_files.append(shared_file)
         shared_file.begin_writeback()
@@ -318,7 +319,7 @@ class JoinedFile(JoinedFolder):
     def write_range_of(
         self, file: FilePlan, byte_range: tuple[int, int], context: SaveContext
     ) -> FileSums:
-        """Write the blocks of this rank into the hidden file."""
+        """Write a range of the hidden file."""
         # In the plan, the only file has no name.
         hidden_file = replace(file, key=self._file_name)
         return super().write_range_of(hidden_file, byte_range, context)
@@ -428,11 +429,11 @@ class FolderTarget(FirstRankTarget):
 
     @property
     def join_name(self) -> str:
-        """The path of the folder into which all ranks write: the resume folder or the hidden
-        one."""
+        """The path of the folder in which all ranks write. The resume folder is used, if any."""
         return self._resume_path or self._transaction.hidden_path
 
     def _get_shared_file(self, key: str) -> NewFile:
+        """Return a file that `create_shared_file` has created."""
         return self._shared_files[key]
 
     def create_shared_file(self, file: FilePlan) -> None:
@@ -494,7 +495,10 @@ class FolderTarget(FirstRankTarget):
         self._is_published = True
 
     def give_up(self) -> None:
-        """Remove the hidden folder if it was not published. The resume folder stays."""
+        """Abort the save: remove the hidden folder if it was not published.
+
+        Does nothing if the save has ended. The resume folder stays for the next attempt.
+        """
         self.__exit__(None, None, None)
 
     def __exit__(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from hashlib import blake2b
 from itertools import pairwise
@@ -204,12 +204,15 @@ class PlanSave(JointSave):
             plan: The plan, which all ranks have.
             ranks: The ranks that write it.
             context: How files are written.
-            open_target: Opens the target. Called on the first rank.
-            link_files: Takes over the files of a base. Called before anything is written, because
-                the save starts again if the base has changed.
-            join_target: Finds the target by its name. Called on the other ranks.
-            hash_source: Hashes what must be the same on all ranks, besides the plan.
-            findings: What the verb finds out.
+            open_target: Called on the first rank. Creates and opens the target.
+            link_files: Called on the first rank. Links unchanged files from the base checkpoint
+                into the target. This comes before anything is written, because the caller starts
+                the save again if the base has changed.
+            join_target: Called on the other ranks with the name of the target. Finds the target.
+            hash_source: Hashes the identity of the source files. If the hash differs between ranks,
+                the save fails, because their shares would belong to different checkpoints.
+            findings: Collects what this rank finds out about its tensors, such as values that a
+                cast loses. At the end it receives what all ranks have found.
         """
         self.ranks = ranks
         self._plan = plan
@@ -219,8 +222,9 @@ class PlanSave(JointSave):
         self._join_target = join_target
         self._hash_source = hash_source
         self._findings = findings
+        # A placeholder. `write` replaces it by the division of the first rank.
         self._division = Division(can_cut=False, first_rank_files=[], block_nbytes=0)
-        self._own_sums: dict[int, FileSums] = {}
+        self._first_rank_sums: dict[int, FileSums] = {}
         """On the first rank: the checksums of its ranges, by the indices of the files."""
 
     def write(self) -> None:
@@ -268,37 +272,53 @@ class PlanSave(JointSave):
     def _write_share(self, target: Target) -> bytes:
         """Write the share of this rank, and return its receipt.
 
-        The first rank keeps its checksums and sends none.
+        The first rank keeps its checksums in memory: those of whole files in the context, to which
+        every write adds them, and those of ranges in `_first_rank_sums`. Its receipt is empty.
         """
-        is_first = self.ranks.is_first
         shares = divide_files(
             self._plan.files,
             self.ranks.size,
             can_cut=self._division.can_cut,
             first_rank_files=self._division.first_rank_files,
         )
+        file_ranges = shares[self.ranks.rank]
+        if self.ranks.is_first:
+            for file_range in file_ranges:
+                sums = self._write_file_range(target, file_range)
+                if isinstance(sums, FileSums):
+                    self._first_rank_sums[file_range.file_index] = sums
+            return b""
+
         receipt = RankReceipt(whole_files={}, ranges={}, findings=b"")
-        for file_range in shares[self.ranks.rank]:
+        for file_range in file_ranges:
             file_index = file_range.file_index
             file = self._plan.files[file_index]
-            if file_range.stop - file_range.start == file.nbytes:
-                crcs = target.prepare_file(file)(self._context)
-                if not is_first:
-                    receipt.whole_files[file_index] = RankSums.from_crcs(file, crcs)
-                continue
-
-            byte_range = (file_range.start, file_range.stop)
-            sums = target.write_range_of(file, byte_range, self._context)
-            if is_first:
-                self._own_sums[file_index] = sums
-            else:
+            sums = self._write_file_range(target, file_range)
+            if isinstance(sums, FileSums):
                 receipt.ranges[file_index] = RankSums.from_file_sums(file, sums)
-
-        if is_first:
-            return b""
+            else:
+                receipt.whole_files[file_index] = RankSums.from_crcs(file, sums)
         receipt.findings = self._findings.encode()
+        # This checks that the source did not change. The first rank can publish as soon as it has
+        # this receipt, so this rank checks before it sends it. The first rank checks in `publish`.
         self._context.before_publish()
         return write_document(RECEIPT, receipt)
+
+    def _write_file_range(
+        self, target: Target, file_range: FileRange
+    ) -> FileSums | Mapping[str, int]:
+        """Write a file, or a range of it.
+
+        Returns:
+            The CRC-32 of data by label if the range is the whole file, otherwise the checksums of
+            the range, which have to be combined with those of other ranks.
+        """
+        file = self._plan.files[file_range.file_index]
+        if file_range.stop - file_range.start == file.nbytes:
+            write_file = target.prepare_file(file)
+            return write_file(self._context)
+        byte_range = (file_range.start, file_range.stop)
+        return target.write_range_of(file, byte_range, self._context)
 
     def publish(self, receipts: list[bytes]) -> list[bytes]:
         """On the first rank: finish the files that several ranks wrote, and publish everything.
@@ -327,7 +347,7 @@ class PlanSave(JointSave):
 
     def _finish_shared_files(self, target: Target, receipts: Sequence[RankReceipt]) -> None:
         """Write what depends on the checksums of files that several ranks wrote."""
-        file_sums = dict(self._own_sums)
+        file_sums = dict(self._first_rank_sums)
         for receipt in receipts:
             for file_index, rank_sums in receipt.ranges.items():
                 sums = file_sums.setdefault(file_index, FileSums())

@@ -24,6 +24,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import assert_never
 
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.strict_json import parse
@@ -35,7 +36,16 @@ from holdfast.engine.commit.transactions import (
     FileTransaction,
     replace_file,
 )
-from holdfast.engine.saves import Data, FilePlan, Gathered, Literal, SavePlan
+from holdfast.engine.saves import (
+    Data,
+    FilePlan,
+    Gathered,
+    Hole,
+    Late,
+    Literal,
+    Memory,
+    SavePlan,
+)
 from holdfast.engine.write import read_file_crcs
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
 from holdfast.stores.files import Files, read_all, system_files
@@ -49,26 +59,44 @@ BUSY = (
 )
 
 
-def hash_content(plan: SavePlan) -> str:
-    """Return a hash of everything that decides the bytes of a save. Reads no tensor data."""
+def hash_save_inputs(plan: SavePlan) -> str:
+    """Return a hash of everything that decides the bytes of a save.
+
+    Tensors in files count with the stamps of their files and their recorded checksums, so their
+    data is read only if the source has neither (`tensor_stamp`).
+    """
     entries: list[object] = [plan.format]
     for file in plan.files:
         entries.append([file.key, file.nbytes])
         for segment in file.segments:
             if isinstance(segment, Literal):
-                entries.append(hashlib.blake2b(segment.data, digest_size=8).hexdigest())
+                entries.append(_short_hash(segment.data))
+            elif isinstance(segment, Memory):
+                entries.append([segment.label, _short_hash(segment.content)])
             elif isinstance(segment, Data):
                 entries.append([segment.label, tensor_stamp(segment.tensor)])
             elif isinstance(segment, Gathered):
                 for label, tensor in zip(segment.labels, segment.tensors(), strict=True):
                     entries.append([label, tensor_stamp(tensor)])
-    return hashlib.blake2b(json.dumps(entries).encode(), digest_size=8).hexdigest()
+            elif not isinstance(segment, Hole | Late):
+                # The bytes of a `Hole` are zeros. Those of a `Late` segment follow from the other
+                # segments and their checksums.
+                assert_never(segment)
+    return _short_hash(json.dumps(entries).encode())
+
+
+def _short_hash(content: bytes | memoryview) -> str:
+    """Return a hash of 64 bits as hexadecimal text, short enough for the name of a folder."""
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def make_resume_path(target: str, plan: SavePlan) -> str:
-    """Return the path of the resume folder for a save of a plan to a target."""
+    """Return the path of the resume folder for a save of a plan to a target.
+
+    Another attempt of the same save finds the folder by the hash in its name.
+    """
     parent, name = os.path.split(os.path.abspath(target.rstrip("/")))
-    return os.path.join(parent, f".{name}.{hash_content(plan)}.part")
+    return os.path.join(parent, f".{name}.{hash_save_inputs(plan)}.part")
 
 
 class ResumeFolder:

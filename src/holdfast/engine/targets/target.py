@@ -191,10 +191,11 @@ class Target:
         """Close what this rank has open, after all of its files are written."""
 
     def give_up(self) -> None:
-        """Remove what this rank may remove.
+        """Abort the save: remove what this rank may remove.
 
-        A rank that joined the target may call this only if it knows that the save is not published.
-        The first rank may call it at any time: what was, or may have been, published stays.
+        Does nothing if the save has ended. A rank that joined the target may call this only if it
+        knows that the save is not published. The first rank may call it at any time: what was, or
+        may have been, published stays.
         """
 
     def __enter__(self) -> Self:
@@ -209,20 +210,37 @@ class Target:
         self.give_up()
 
 
+class DiskOptions(Value, frozen=True, kw_only=True):
+    """Options of a target on a file system."""
+
+    durable: bool
+    """Whether to wait for the disk."""
+    is_replaceable: Callable[[str], bool]
+    """Returns whether a file of this name in a folder may be removed."""
+    resume: bool = False
+    """Whether to take over finished files of an interrupted save."""
+    makes_parents: bool = False
+    """Whether to create missing folders above a folder."""
+    files: Files | None = None
+    """The file system. Tests pass another one."""
+
+
+class BucketOptions(Value, frozen=True, kw_only=True):
+    """Options of a target in an object store."""
+
+    load_names: Callable[[], BucketNames]
+    """Returns the functions that classify object names. Called only for a bucket, because their
+    module takes time to import."""
+    save_id: str = ""
+    """The id of the save. Data files of several ranks need one."""
+    parts_at_once: int | None = None
+    """How many parts of an upload are sent at once. None for the default."""
+    has_other_ranks: bool = False
+    """Whether other ranks will join."""
+
+
 def make_target(
-    path: str,
-    plan: SavePlan,
-    *,
-    overwrite: bool,
-    durable: bool,
-    bucket_names: Callable[[], BucketNames],
-    is_replaceable: Callable[[str], bool],
-    save_id: str = "",
-    parts_at_once: int | None = None,
-    resume: bool = False,
-    makes_parents: bool = False,
-    files: Files | None = None,
-    has_other_ranks: bool = False,
+    path: str, plan: SavePlan, *, overwrite: bool, disk: DiskOptions, bucket: BucketOptions
 ) -> Target:
     """Return the target of a save to a path or a URL, for the first rank. A `with` block opens it.
 
@@ -230,56 +248,52 @@ def make_target(
         path: The path or the URL.
         plan: What is saved. Only its kind and the names of its files matter here.
         overwrite: Whether an existing checkpoint may be replaced.
-        durable: Whether to wait for the disk.
-        bucket_names: Returns what the names of objects mean. Called only for a bucket.
-        is_replaceable: On a disk: returns whether a file of this name in a folder may be removed.
-        save_id: In a bucket: the id of the save. Data files of several ranks need one.
-        parts_at_once: In a bucket: how many parts of an upload are sent at once.
-        resume: On a disk: whether to take over finished files of an interrupted save.
-        makes_parents: On a disk: whether to create missing folders above a folder.
-        files: The file system. Tests pass another one.
-        has_other_ranks: Whether other ranks will join.
+        disk: The options that count if `path` is a path.
+        bucket: The options that count if `path` is a URL.
 
     Raises:
         NotCommitted: There may be no save to this place. The `with` block can raise it, too.
     """
+    # True for a `Url`, which is a path that was parsed as the URL of an object store.
     if is_parsed_url(path):
         # Only users of a bucket pay for its imports.
         from holdfast.engine.targets.bucket import CopyTarget, ObjectTarget, PrefixTarget
 
         if not plan.directory:
-            return ObjectTarget(path, overwrite=overwrite, parts_at_once=parts_at_once)
+            return ObjectTarget(path, overwrite=overwrite, parts_at_once=bucket.parts_at_once)
         if plan.is_copy:
             return CopyTarget(
                 path,
                 plan,
                 overwrite=overwrite,
-                names=bucket_names(),
-                parts_at_once=parts_at_once,
-                has_other_ranks=has_other_ranks,
+                names=bucket.load_names(),
+                parts_at_once=bucket.parts_at_once,
+                has_other_ranks=bucket.has_other_ranks,
             )
-        index_name = (*plan.files, *plan.index)[-1].key
+        # The file that is written last makes the others a checkpoint. Some formats have no separate
+        # index, and the last data file takes its place.
+        published_last = (*plan.files, *plan.index)[-1]
         return PrefixTarget(
             path,
-            save_id,
-            index_name,
+            bucket.save_id,
+            published_last.key,
             overwrite=overwrite,
-            names=bucket_names(),
-            parts_at_once=parts_at_once,
+            names=bucket.load_names(),
+            parts_at_once=bucket.parts_at_once,
         )
 
     from holdfast.engine.targets.folder import FileTarget, FolderTarget
 
     if not plan.directory:
-        return FileTarget(path, durable=durable, overwrite=overwrite, files=files)
+        return FileTarget(path, durable=disk.durable, overwrite=overwrite, files=disk.files)
     return FolderTarget(
         path,
-        durable=durable,
+        durable=disk.durable,
         overwrite=overwrite,
-        is_replaceable=is_replaceable,
-        resumed_plan=plan if resume else None,
-        makes_parents=makes_parents,
-        files=files,
+        is_replaceable=disk.is_replaceable,
+        resumed_plan=plan if disk.resume else None,
+        makes_parents=disk.makes_parents,
+        files=disk.files,
     )
 
 
@@ -293,7 +307,7 @@ def join_target(
         path: The path or the URL of the save.
         durable: Whether to wait for the disk.
         plan: What is saved. None if the ranks make up the files of a folder on the way.
-        resume: As for `make_target`.
+        resume: On a disk: whether finished files of an interrupted save are taken over.
     """
     is_single_file = plan is not None and not plan.directory
     if is_parsed_url(path):
@@ -303,7 +317,7 @@ def join_target(
             # An object is a single upload by the first rank. This rank writes nothing.
             return Target()
         if plan is not None and plan.is_copy:
-            return JoinedCopy(path, name)
+            return JoinedCopy.from_join_name(path, name)
         return JoinedPrefix(path, name)
 
     from holdfast.engine.targets.folder import JoinedFile, JoinedFolder, JoinedResumeFolder

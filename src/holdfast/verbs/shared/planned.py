@@ -37,7 +37,14 @@ from holdfast.engine.commit.target import check_replaceable, open_target
 from holdfast.engine.commit.temporaries import wait_for_room
 from holdfast.engine.saves import LinkedFile, SavePlan, remove_hashes
 from holdfast.engine.targets.plan_save import Findings, PlanSave
-from holdfast.engine.targets.target import SaveContext, Target, join_target, make_target
+from holdfast.engine.targets.target import (
+    BucketOptions,
+    DiskOptions,
+    SaveContext,
+    Target,
+    join_target,
+    make_target,
+)
 from holdfast.engine.threads import (
     BASE_NBYTES,
     MemoryBudget,
@@ -739,14 +746,18 @@ def write_plan(
         path,
         plan,
         overwrite=overwrite,
-        durable=writing.durable,
-        bucket_names=_load_bucket_names,
-        is_replaceable=lambda name: name in list_written_names() or is_replaceable(name),
-        resume=writing.resume,
-        files=files,
-        save_id=writing.save,
-        parts_at_once=upload_part_count,
-        has_other_ranks=ranks.size > 1,
+        disk=DiskOptions(
+            durable=writing.durable,
+            is_replaceable=lambda name: name in list_written_names() or is_replaceable(name),
+            resume=writing.resume,
+            files=files,
+        ),
+        bucket=BucketOptions(
+            load_names=_load_bucket_names,
+            save_id=writing.save,
+            parts_at_once=upload_part_count,
+            has_other_ranks=ranks.size > 1,
+        ),
     )
 
     def link_files(target: Target) -> None:
