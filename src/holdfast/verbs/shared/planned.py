@@ -740,7 +740,8 @@ def write_plan(
     overwrite = writing.overwrite is not False
     if plan.directory or plan.is_copy:
         overwrite = bool(writing.overwrite)
-    list_written_names = cache(lambda: {key for key, _ in plan.file_sizes})
+    # The keys are the names of all files. Only a save that replaces a folder needs them.
+    list_written_names = cache(lambda: dict(plan.file_sizes))
     make_this_target = partial(
         make_target,
         path,
