@@ -85,6 +85,7 @@ class RowKind(Value, frozen=True, eq=False):
         A tensor that has several chunks or none, or whose chunks are not built yet, is irregular:
         its kind has no strides and is not contiguous.
         """
+        # Building very many chunks to look at them would cost more than it saves.
         if tensor.has_deferred_chunks:
             return cls(tensor.dtype, tensor.shape, tensor.traits, tensor.nbytes)
         chunks = tensor.chunks
@@ -147,8 +148,9 @@ class RowKind(Value, frozen=True, eq=False):
                 storages if they were in C order.
         """
         nbytes = dtype.nbytes(math.prod(shape))
+        # The byte order of elements of one byte does not matter.
         is_little_endian = byteorder == "little" or dtype.swap_nbytes == 1
-        # Most rows have the default traits, which need no closer look.
+        # Most rows have the default traits, for which one comparison is enough.
         has_plain_elements = traits is PLAIN_TRAITS or not (
             traits.conj or traits.neg or traits.meta
         )
@@ -212,22 +214,29 @@ def separate_outside_rows(
         kind_indices: The kind of each row. The entries of rows that reach outside are replaced.
         offsets: The bit of its storage where a row starts, by row. Rows without one start at 0.
     """
-    max_offsets: list[int | None] = []
+    # The last bit where a row of each kind can start. None for kinds that are not contiguous, whose
+    # rows need no check.
+    max_bit_offsets: list[int | None] = []
     for kind in kinds:
-        room_nbytes = kind.storage_nbytes - kind.nbytes
-        max_offsets.append(8 * room_nbytes if kind.is_contiguous else None)
+        max_bit_offset = None
+        if kind.is_contiguous:
+            max_bit_offset = 8 * (kind.storage_nbytes - kind.nbytes)
+        max_bit_offsets.append(max_bit_offset)
 
-    outside_kind_indices: dict[int, int] = {}
-    for row, offset in offsets.items():
+    # This may run for a million rows of few kinds, so each kind is copied once.
+    outside_kind_by_kind: dict[int, int] = {}
+    for row, bit_offset in offsets.items():
         kind_index = kind_indices[row]
-        max_offset = max_offsets[kind_index]
-        if max_offset is None or (0 <= offset <= max_offset and offset % 8 == 0):
+        max_bit_offset = max_bit_offsets[kind_index]
+        if max_bit_offset is None:
             continue
-        if kind_index not in outside_kind_indices:
+        if 0 <= bit_offset <= max_bit_offset and bit_offset % 8 == 0:
+            continue
+        if kind_index not in outside_kind_by_kind:
             kind = kinds[kind_index]
-            outside_kind_indices[kind_index] = len(kinds)
+            outside_kind_by_kind[kind_index] = len(kinds)
             kinds.append(kind.with_traits(kind.traits, is_inside=False))
-        kind_indices[row] = outside_kind_indices[kind_index]
+        kind_indices[row] = outside_kind_by_kind[kind_index]
 
 
 class StorageMoved(Exception):
@@ -366,17 +375,18 @@ class ContiguousRows(Value, frozen=True):
 
 def read_tensors(tensors: Sequence[LazyTensor]) -> list[np.ndarray]:
     """Read tensors of any sources into new arrays, in parallel and with joined reads."""
-    indices_by_source: dict[Source, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        indices_by_source.setdefault(tensor.source, []).append(index)
+    # A source joins the reads of its own files, so it receives all of its tensors at once.
+    tensor_indices_by_source: dict[Source, list[int]] = {}
+    for tensor_index, tensor in enumerate(tensors):
+        tensor_indices_by_source.setdefault(tensor.source, []).append(tensor_index)
 
-    # Very many new arrays would start the garbage collector again and again.
+    # Making very many arrays would start the garbage collector again and again.
     arrays = [NO_ARRAY] * len(tensors)
     with gc_paused():
-        for source, indices in indices_by_source.items():
-            source_arrays = source.arrays([tensors[index] for index in indices])
-            for index, array in zip(indices, source_arrays, strict=True):
-                arrays[index] = array
+        for source, tensor_indices in tensor_indices_by_source.items():
+            source_arrays = source.arrays([tensors[index] for index in tensor_indices])
+            for tensor_index, array in zip(tensor_indices, source_arrays, strict=True):
+                arrays[tensor_index] = array
     return arrays
 
 
@@ -455,20 +465,25 @@ class Table(Mapping[str, LazyTensor]):
         return self._find_rows(lambda kind: not kind.is_contiguous)
 
     def _find_rows(self, is_wanted: Callable[[RowKind], bool]) -> dict[int, None]:
-        """Return the rows of the wanted kinds and all irregular rows, in ascending order."""
+        """Return the rows of the wanted kinds and all irregular rows, in ascending order.
+
+        The rows are the keys of a dict, because callers look rows up in it.
+        """
         irregular = self.irregular
         wanted_kinds = {index for index, kind in enumerate(self.kinds) if is_wanted(kind)}
-        # The usual case: a look at few kinds saves a look at very many rows.
+        # The usual case: a check of few kinds saves a check of very many rows.
         if not irregular and not wanted_kinds:
             return {}
-        rows = enumerate(self.kind_indices)
-        return dict.fromkeys(
-            [row for row, index in rows if index in wanted_kinds or row in irregular]
-        )
+        wanted_rows: dict[int, None] = {}
+        for row, kind_index in enumerate(self.kind_indices):
+            if kind_index in wanted_kinds or row in irregular:
+                wanted_rows[row] = None
+        return wanted_rows
 
     def lazy_tensor(self, row: int) -> LazyTensor:
         """Return a row as a lazy tensor."""
-        # The leaves of a tree are the same objects as the tensors of its table.
+        # All lazy tensors exist if they are leaves of a tree. A name and its leaf in the tree must
+        # be the same object.
         if self._lazy_tensors is not None:
             return self._lazy_tensors[row]
         if row in self.irregular:
@@ -486,14 +501,14 @@ class Table(Mapping[str, LazyTensor]):
         return self
 
     def recorded_crcs(self) -> dict[int, int]:
-        """Return the CRC-32 of the elements of a row, by row, for rows with a recorded one."""
+        """Map each row whose CRC-32 is recorded in its file to that CRC-32."""
         if not isinstance(self.storages, FileColumns):
             return {}
         storage_crcs = self.storages.crcs.tolist()
         row_crcs: dict[int, int] = {}
         columns = zip(self.kind_indices, self.storage_indices, strict=True)
         for row, (kind_index, storage_index) in enumerate(columns):
-            # A file records the checksum of a storage, which is that of a row only if it is whole.
+            # A file records the checksum of a storage. It is that of a row if the row is all of it.
             if storage_index != IRREGULAR and self.kinds[kind_index].is_whole:
                 crc = storage_crcs[storage_index]
                 if crc != NO_CRC:
@@ -518,16 +533,21 @@ class Table(Mapping[str, LazyTensor]):
         return self.kind_nbytes[kind_indices]
 
     def read_bytes(self, rows: Sequence[int]) -> Sequence[BytesLike]:
-        """Read the bytes of rows that are not in `rows_read_singly`, all together.
+        """Read the bytes of several contiguous rows, all together.
+
+        Args:
+            rows: Rows that are not in `rows_read_singly`.
 
         Raises:
             SaveError: A tensor in memory was resized or freed.
         """
+        # Most often each row has the storage of the same index, and nothing needs to be looked up.
         storage_indices = rows
         if self.storage_indices != range(len(self.names)):
             storage_indices = [self.storage_indices[row] for row in rows]
         try:
-            # If ranges cannot be read, only whole rows are read here.
+            # Storages are read whole if the rows are. If ranges cannot be read, all rows that come
+            # here are whole, because `rows_read_singly` has the others.
             if not self.storages.can_read_ranges or all(kind.is_whole for kind in self.kinds):
                 return self.storages.read(storage_indices)
             starts = [self.offsets.get(row, 0) // 8 for row in rows]
@@ -604,16 +624,19 @@ class Table(Mapping[str, LazyTensor]):
         irregular: dict[int, LazyTensor] = {}
         offsets: dict[int, int] = {}
         for row in rows:
+            # A row that is not replaced. The new row has the position that comes next in the lists.
             if row not in entries:
+                new_row = len(names)
                 if row in self.irregular:
-                    irregular[len(names)] = self.irregular[row]
+                    irregular[new_row] = self.irregular[row]
                 if row in self.offsets:
-                    offsets[len(names)] = self.offsets[row]
+                    offsets[new_row] = self.offsets[row]
                 names.append(self.names[row])
                 kind_indices.append(self.kind_indices[row])
                 storage_indices.append(self.storage_indices[row])
                 continue
 
+            # The storage of a new tensor is not in `storages`, so its row is irregular.
             for name, tensor in entries[row].items():
                 irregular[len(names)] = tensor
                 names.append(name)
@@ -625,41 +648,54 @@ class Table(Mapping[str, LazyTensor]):
         )
 
     def find_contiguous_rows(self, rows: Sequence[int]) -> list[tuple[Source, ContiguousRows]]:
-        """Return where the contiguous ones of these rows lie in files, for each source."""
+        """Return where the contiguous ones among these rows lie in files, for each source.
+
+        Rows that are not contiguous are left out. So the result is empty for storages in memory.
+        """
         storages = self.storages
         if not isinstance(storages, FileColumns):
             return []
         contiguous_rows = self._describe_contiguous_rows(rows, storages)
 
-        files_by_source: dict[Source, list[int]] = {}
+        file_indices_by_source: dict[Source, list[int]] = {}
         for file_index, file in enumerate(storages.files):
-            files_by_source.setdefault(file.source, []).append(file_index)
-        if len(files_by_source) == 1:
-            return [(source, contiguous_rows) for source in files_by_source]
+            file_indices_by_source.setdefault(file.source, []).append(file_index)
+        # The usual case: one source has all files, and so all rows.
+        if len(file_indices_by_source) == 1:
+            (source,) = file_indices_by_source
+            return [(source, contiguous_rows)]
 
         rows_by_source: list[tuple[Source, ContiguousRows]] = []
-        for source, file_indices in files_by_source.items():
+        for source, file_indices in file_indices_by_source.items():
             is_in_source = np.isin(contiguous_rows.file_indices, file_indices)
-            rows_by_source.append((source, contiguous_rows.select(np.flatnonzero(is_in_source))))
+            source_rows = contiguous_rows.select(np.flatnonzero(is_in_source))
+            rows_by_source.append((source, source_rows))
         return rows_by_source
 
     def _describe_contiguous_rows(
         self, rows: Sequence[int], storages: FileColumns
     ) -> ContiguousRows:
-        """Return the contiguous ones of these rows, of all sources, as columns."""
+        """Return the file range of each contiguous row among these rows, as columns.
+
+        Args:
+            rows: The rows that were requested, of all sources.
+            storages: The storages of this table, which are ranges of files.
+        """
+        # Keep the contiguous rows, with their positions in the request.
         kinds = self.kinds
         request_indices: Sequence[int] = range(len(rows))
         if self.irregular or not all(kind.is_contiguous for kind in kinds):
-            request_indices = [
-                index
-                for index, row in enumerate(rows)
-                if self.storage_indices[row] != IRREGULAR
-                and kinds[self.kind_indices[row]].is_contiguous
-            ]
+            contiguous_indices: list[int] = []
+            for index, row in enumerate(rows):
+                is_irregular = self.storage_indices[row] == IRREGULAR
+                if not is_irregular and kinds[self.kind_indices[row]].is_contiguous:
+                    contiguous_indices.append(index)
+            request_indices = contiguous_indices
             rows = [rows[index] for index in request_indices]
         kind_indices = [self.kind_indices[row] for row in rows]
 
-        # Most often all rows of a file are read, in the order of their storages.
+        # Most often all rows of a file are read, in the order of their storages. Then the columns
+        # of the storages are those of the rows, and need not be copied.
         selection: slice | Ints = slice(None)
         all_storages = range(len(storages.starts))
         if rows != all_storages or self.storage_indices != all_storages:
@@ -668,6 +704,7 @@ class Table(Mapping[str, LazyTensor]):
         nbytes = storages.nbytes[selection]
         crcs = storages.crcs[selection]
 
+        # A row that is only a part of its storage has another start, size and checksum.
         if not all(kind.is_whole for kind in kinds if kind.is_contiguous):
             if self.offsets:
                 start_in_storage = [self.offsets.get(row, 0) // 8 for row in rows]
@@ -691,19 +728,24 @@ class Table(Mapping[str, LazyTensor]):
         )
 
     def read_arrays(self, rows: Sequence[int]) -> list[np.ndarray]:
-        """Read rows into new arrays, in parallel and with joined reads."""
-        # Very many new arrays would start the garbage collector again and again.
+        """Read rows into new arrays, in parallel and with joined reads.
+
+        Contiguous rows are read by their file ranges, without a lazy tensor for each. All other
+        rows are read through their lazy tensors.
+        """
+        # Making very many arrays would start the garbage collector again and again.
         arrays = [NO_ARRAY] * len(rows)
         contiguous_indices: list[int] = []
         with gc_paused():
             for source, contiguous_rows in self.find_contiguous_rows(rows):
-                indices = contiguous_rows.request_indices
+                request_indices = contiguous_rows.request_indices
+                # An error message needs the tensor of a row, which is made only then.
                 source_arrays = source.read_rows(
                     contiguous_rows, lambda index: self.lazy_tensor(rows[index])
                 )
-                for index, array in zip(indices, source_arrays, strict=True):
+                for index, array in zip(request_indices, source_arrays, strict=True):
                     arrays[index] = array
-                contiguous_indices += indices
+                contiguous_indices += request_indices
 
             if len(contiguous_indices) < len(rows):
                 other_indices = sorted({*range(len(rows))}.difference(contiguous_indices))
