@@ -307,10 +307,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
         rows: Sequence[int] = range(len(requested_names))
         if names:
             requested_names = _flatten_names(names)
+            # All names are checked before anything is read.
             for name in requested_names:
                 if not isinstance(name, Hashable) or name not in table.row_indices:
                     self[name]  # Raises the error for this name.
             rows = [table.row_indices[name] for name in requested_names]
+        # A small file can describe tensors that fill the memory.
         check_expansion(table, rows)
         return dict(zip(requested_names, table.read_arrays(rows), strict=True))
 
@@ -322,6 +324,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """
         table = self.stored
         row_crcs = table.recorded_crcs()
+        # Rows without a recorded checksum are read. Tensors on the meta device have no elements, and
+        # so no checksum.
         unknown_rows: list[int] = []
         for row, kind_index in enumerate(table.kind_indices):
             if row not in row_crcs and not table.kinds[kind_index].traits.meta:
@@ -329,10 +333,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
         tensors = [table.lazy_tensor(row) for row in unknown_rows]
         row_crcs.update(zip(unknown_rows, self.source.digest(tensors), strict=True))
 
-        kinds = [canonicalize(kind.dtype, kind.shape) for kind in table.kinds]
+        # Very many tensors have few kinds, so dtypes and shapes are computed once for each kind.
+        kind_descriptions = [canonicalize(kind.dtype, kind.shape) for kind in table.kinds]
         digests: dict[str, Digest] = {}
         for row, name in enumerate(table.names):
-            dtype, shape = kinds[table.kind_indices[row]]
+            dtype, shape = kind_descriptions[table.kind_indices[row]]
             digests[name] = Digest(dtype, shape, row_crcs.get(row))
         return digests
 
@@ -363,11 +368,14 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self
 
     def _repr_html_(self) -> str:
+        """Return the card that a notebook shows: facts, and a table of the first tensors."""
+        # Imported here because only notebooks need them.
         from holdfast.core.notebook import MAX_ROWS, Bar, render_card, render_table
         from holdfast.core.order import sort_naturally
         from holdfast.core.text import format_nbytes
 
         tensors = [self[name] for name in sort_naturally(self)[:MAX_ROWS]]
+        # At least 1, because the size of the largest tensor is a divisor.
         max_nbytes = max([1, *[tensor.nbytes for tensor in tensors]])
         rows: list[tuple[str | Bar, ...]] = []
         for tensor in tensors:

@@ -83,12 +83,12 @@ def render_card(title: str, facts: Iterable[tuple[str, str]], *, tables: Iterabl
 
 
 def render_table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], row_count: int) -> str:
-    """Return the first rows of a table as HTML.
+    """Return the first `MAX_ROWS` rows of a table as HTML, and a line with the number of the others.
 
     Args:
         columns: The heads of the columns.
-        rows: The rows. There may be fewer than in the table, but not fewer than are shown.
-        row_count: How many rows the table has.
+        rows: At least the rows that are shown.
+        row_count: How many rows the whole table has.
     """
     shown_rows = list(islice(rows, MAX_ROWS))
     head_style = f"{CELL};font-weight:normal;{FAINT}"
@@ -102,8 +102,9 @@ def render_table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], row_cou
         '<table style="border-collapse:collapse;margin:.3em 0">'
         f"<thead><tr>{''.join(heads)}</tr></thead><tbody>{''.join(row_texts)}</tbody></table>"
     )
-    if row_count > len(shown_rows):
-        table += f'<div style="{FAINT}">… {row_count - len(shown_rows):,} more</div>'
+    hidden_row_count = row_count - len(shown_rows)
+    if hidden_row_count > 0:
+        table += f'<div style="{FAINT}">… {hidden_row_count:,} more</div>'
     return table
 
 
@@ -121,8 +122,12 @@ def _render_cell(cell: Cell) -> str:
 
 
 def _render_histogram(counts: Sequence[int]) -> str:
-    """Return bars for the first counts as an SVG image. The largest count is 16 pixels high."""
-    max_count = max(counts, default=0) or 1
+    """Return bars for the first counts as an SVG image. The largest count is 16 pixels high.
+
+    A bar is 1.6 pixels wide, and the next one starts 2 pixels after it.
+    """
+    # If all counts are 0, every bar has the height 0.
+    max_count = max([1, *counts])
     bars: list[str] = []
     for index, count in enumerate(counts[:MAX_BARS]):
         height = round(16 * count / max_count)
@@ -152,6 +157,7 @@ class NotebookResult:
         return value
 
     def _repr_html_(self) -> str:
+        """Return the card that a notebook shows: plain fields as facts, all others as tables."""
         facts = [*self._list_headline_facts()]
         tables: list[str] = []
         for name, field_value in _get_fields(self).items():
@@ -199,41 +205,67 @@ def _make_label(name: str) -> str:
 
 
 def _render_fact(name: str, value: object) -> str:
-    """Return the text for the value of a field."""
+    """Return the text for the value of a field.
+
+    Args:
+        name: The name of the field. If it ends in `nbytes`, the value is a size.
+        value: The value.
+    """
+    # This comes first, because a boolean is an integer for Python.
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
-        if not name.endswith("nbytes") or value < 0:
+        # A negative number is not a size, and is shown as it is.
+        is_size = name.endswith("nbytes") and value >= 0
+        if not is_size:
             return f"{value:,}"
-        return "any" if value >= UNLIMITED_NBYTES else format_nbytes(value)
+        if value >= UNLIMITED_NBYTES:
+            return "any"
+        return format_nbytes(value)
     if isinstance(value, float) and math.isfinite(value):
         return f"{value:.4g}"
-    return "–" if value is None or value == "" else str(value)
+    if value is None or value == "":
+        return "–"
+    return str(value)
 
 
 def _render_field_table(name: str, value: object) -> str:
-    """Return a field that has rows as a table. The result is empty if it has none."""
+    """Return a field that has rows as an HTML table with a title. The result is empty without rows.
+
+    Args:
+        name: The name of the field.
+        value: A mapping, a tuple or a list. Each item becomes a row. Other values have no rows.
+    """
     if isinstance(value, Mapping):
         value = tuple((str(key), item) for key, item in value.items())
     if not isinstance(value, tuple | list) or not value:
         return ""
 
+    # Rows may have different columns. The table has all of them, in the order of their first rows.
     rows = [_flatten_row(item) for item in value[:MAX_ROWS]]
     columns: list[str] = []
     for row in rows:
         columns += [column for column in row if column not in columns]
     columns = columns[:MAX_COLUMNS]
-    labels = [_make_label(column) if column else "" for column in columns]
 
     # A bar shows a value relative to the largest one of its column.
-    max_values = [max(_get_bar_size(row.get(column)) for row in rows) for column in columns]
-    cells: list[list[Cell]] = []
+    labels: list[str] = []
+    max_values: list[float] = []
+    for column in columns:
+        labels.append(_make_label(column) if column else "")
+        max_values.append(max(_get_bar_size(row.get(column)) for row in rows))
+
+    table_rows: list[list[Cell]] = []
     for row in rows:
-        pairs = zip(columns, max_values, strict=True)
-        cells.append([_make_cell(column, row.get(column), size) for column, size in pairs])
-    count = f'<span style="{FAINT}">{len(value):,}</span>'
-    title = f'<div style="margin-top:.3em">{render_text(_make_label(name))} {count}</div>'
-    return title + render_table(labels, cells, len(value))
+        cells: list[Cell] = []
+        for column, max_value in zip(columns, max_values, strict=True):
+            cells.append(_make_cell(column, row.get(column), max_value))
+        table_rows.append(cells)
+
+    row_count_html = f'<span style="{FAINT}">{len(value):,}</span>'
+    title_html = render_text(_make_label(name))
+    heading = f'<div style="margin-top:.3em">{title_html} {row_count_html}</div>'
+    return heading + render_table(labels, table_rows, len(value))
 
 
 def _get_bar_size(value: object) -> float:
@@ -243,21 +275,32 @@ def _get_bar_size(value: object) -> float:
 
 
 def _flatten_row(item: object) -> dict[str, object]:
-    """Return the columns of a row.
+    """Return the values of a row of a table, by the names of their columns.
 
-    They are the fields of a result, and those of results in it; or a name and a value, if the row
-    is such a pair; or a text without a column name.
+    Args:
+        item: A result with fields, a pair of a name and a value, or any other value. The latter is
+            shown in a column without a name.
     """
     fields = _get_fields(item)
     if fields:
+        # A field that is a result with fields itself is replaced by these.
         columns: dict[str, object] = {}
         for name, value in fields.items():
-            columns |= _get_fields(value) or {name: value}
+            inner_fields = _get_fields(value)
+            if inner_fields:
+                columns.update(inner_fields)
+            else:
+                columns[name] = value
         return columns
+
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
         name, value = item
-        return {"name": name, "nbytes" if isinstance(value, int) else "": value}
-    return {"": str(item) if _is_plain(item) else type(item).__name__}
+        # An integer in such a pair is shown as a size, such as that of a file.
+        value_column = "nbytes" if isinstance(value, int) else ""
+        return {"name": name, value_column: value}
+    if _is_plain(item):
+        return {"": str(item)}
+    return {"": type(item).__name__}
 
 
 def _make_cell(column: str, value: object, max_value: float) -> Cell:
@@ -269,23 +312,37 @@ def _make_cell(column: str, value: object, max_value: float) -> Cell:
         max_value: The largest absolute value in the column.
     """
     if isinstance(value, tuple):
-        return Bars(value) if column == "histogram" else _list_items(value)
+        if column == "histogram":
+            return Bars(value)
+        return _list_items(value)
+
+    # Sizes and fractions have a bar behind them.
     is_size = type(value) is int and column.endswith("nbytes")
     if isinstance(value, int | float) and (is_size or column in ("relative", "zeros")):
-        text = str(value) if is_size and value < 0 else _render_fact(column, value)
-        return Bar(text, value / max_value if max_value else 0.0)
-    return _render_fact(column, value) if _is_plain(value) else type(value).__name__
+        text = _render_fact(column, value)
+        if is_size and value < 0:
+            text = str(value)
+        # If all values of the column are 0, no bar has a length.
+        fraction = value / max_value if max_value else 0.0
+        return Bar(text, fraction)
+    if _is_plain(value):
+        return _render_fact(column, value)
+    return type(value).__name__
 
 
 def _list_items(items: tuple[object, ...]) -> str:
-    """Return the first items of a tuple as a text. A shape keeps its brackets."""
+    """Return the first items of a tuple as a text: `[4, 3]` for a shape, `a, b` for other items."""
     if len(items) <= MAX_ITEMS and all(type(item) is int for item in items):
         return str(list(items))
     texts: list[str] = []
     for item in items[:MAX_ITEMS]:
         if isinstance(item, tuple):
             texts.append(str(list(item)))
+        elif _is_plain(item):
+            texts.append(str(item))
         else:
-            texts.append(str(item) if _is_plain(item) else "…")
-    ending = " …" if len(items) > MAX_ITEMS else ""
-    return ", ".join(texts) + ending
+            texts.append("…")
+    text = ", ".join(texts)
+    if len(items) > MAX_ITEMS:
+        text += " …"
+    return text

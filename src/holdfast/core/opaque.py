@@ -39,7 +39,9 @@ class Device(Value, frozen=True, gc=False):
     index: int | None = None
 
     def __str__(self) -> str:
-        return self.type if self.index is None else f"{self.type}:{self.index}"
+        if self.index is None:
+            return self.type
+        return f"{self.type}:{self.index}"
 
 
 class Global(Value, frozen=True, gc=False):
@@ -85,8 +87,13 @@ class Opaque:
         self.args = args
         self.kwargs = kwargs
         self.state = state
-        self.items: list[object] = [] if items is None else items
-        self.entries: list[tuple[object, object]] = [] if entries is None else entries
+        # The interpreter of the pickle appends to these lists.
+        self.items: list[object] = []
+        if items is not None:
+            self.items = items
+        self.entries: list[tuple[object, object]] = []
+        if entries is not None:
+            self.entries = entries
 
     @property
     def module(self) -> str:
@@ -101,20 +108,22 @@ class Opaque:
     def state_dicts(self) -> tuple[dict[object, object], ...]:
         """Return the dicts that would become attributes.
 
-        The state of an object is a dict, or a pair of a dict and the values of its slots. The dicts
-        are not copied. Many objects may share one, so code that walks through them must count it
-        once.
+        A pickle stores the attributes of an object as a dict, or as a pair: a dict, and another one
+        with the values of its `__slots__`. Either dict of a pair may be missing. The dicts are not
+        copied. Many objects may share one, so code that walks through them must count it once.
         """
-        parts: tuple[object, ...] = (self.state,)
+        possible_dicts: tuple[object, ...] = (self.state,)
         if isinstance(self.state, tuple) and len(self.state) == 2:
-            parts = self.state
-        dicts = [part for part in parts if isinstance(part, dict)]
+            possible_dicts = self.state
+        dicts = [value for value in possible_dicts if isinstance(value, dict)]
+        # A hostile pickle may have the same dict twice, which must not be walked twice.
         if len(dicts) == 2 and dicts[0] is dicts[1]:
             dicts.pop()
         return tuple(dicts)
 
     def attribute(self, name: str) -> AnyValue:
         """Return an attribute, or None if the object does not have it."""
+        # The values of slots are set last, so they replace attributes of the same name.
         for attributes in reversed(self.state_dicts()):
             if name in attributes:
                 return attributes[name]
@@ -142,19 +151,30 @@ class Opaque:
         yield from self.entries
 
     def __repr__(self) -> str:
-        # It has a limited length, because the content may be large, cyclic or hostile.
-        parts: list[str] = []
+        """Return the class, how many arguments and items there are, and some names of attributes.
+
+        The text has a limited length and does not show values, which may be large, cyclic or
+        hostile.
+        """
+        facts: list[str] = []
         if self.args:
-            parts.append(f"{len(self.args)} args")
+            facts.append(f"{len(self.args)} args")
         if self.state is not None:
+            # One key more than is listed shows whether there are more.
             keys = islice(chain(*self.state_dicts()), MAX_LISTED_KEYS + 1)
             names = [key[:MAX_KEY_CHARACTERS] for key in keys if isinstance(key, str)]
             if len(names) > MAX_LISTED_KEYS:
-                names[MAX_LISTED_KEYS:] = ["…"]
-            parts.append(f"state: {', '.join(names)}" if names else "state")
+                names[MAX_LISTED_KEYS] = "…"
+            if names:
+                facts.append(f"state: {', '.join(names)}")
+            else:
+                facts.append("state")
         if self.items:
-            parts.append(f"{len(self.items)} items")
+            facts.append(f"{len(self.items)} items")
         if self.entries:
-            parts.append(f"{len(self.entries)} entries")
-        content = f" ({'; '.join(parts)})" if parts else ""
+            facts.append(f"{len(self.entries)} entries")
+
+        content = ""
+        if facts:
+            content = f" ({'; '.join(facts)})"
         return f"<Opaque {self.module}.{self.name}{content}>"

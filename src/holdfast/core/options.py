@@ -693,10 +693,11 @@ def get_options(option_set: Callable[..., object]) -> dict[str, Option]:
     special_names = [name for name in names if name not in common_names]
     ordered_names = special_names + [name for name in common_names if name in names]
 
+    # Where a verb differs from all others, the table has an entry for its option set.
     options: dict[str, Option] = {}
     for name in ordered_names:
-        own_entry = OPTIONS.get(f"{option_set.__name__}.{name}")
-        options[name] = own_entry or OPTIONS[name]
+        specific_name = f"{option_set.__name__}.{name}"
+        options[name] = OPTIONS.get(specific_name) or OPTIONS[name]
     return options
 
 
@@ -732,9 +733,11 @@ def check_options(option_set: Callable[..., T], values: Mapping[str, object]) ->
     checked_values: dict[str, object] = {}
     for name, option in get_options(option_set).items():
         value = values.get(name)
-        if value is None:
-            is_unlimited = name in NULLABLE and name in values
-            checked_values[name] = None if is_unlimited else option.default
+        if value is None and name in NULLABLE and name in values:
+            # The caller passed None, which means something for this option.
+            checked_values[name] = None
+        elif value is None:
+            checked_values[name] = option.default
         elif option.check is None:
             checked_values[name] = value
         else:
@@ -797,6 +800,7 @@ def _validate(verb: Callable[P, R], checks: Mapping[str, ArgumentCheck]) -> Call
     @functools.wraps(verb)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         """Check the arguments, and call the verb with them and with defaults for other options."""
+        # A keyword for a positional parameter is checked by the same rule as its value in `args`.
         checked_values = []
         for name, value in (*zip(positional_names, args, strict=False), *kwargs.items()):
             if name not in rules:
@@ -842,6 +846,8 @@ def _make_rules(
         options: The options of its option set.
         checks: The checks of its decorator, by the name of a parameter.
     """
+    # A check of the decorator takes precedence over the usual check for the name. None stands for
+    # the default of a parameter; if it has no default, None is checked as any other value.
     rules: dict[str, _ParameterRule] = {}
     for parameter in parameters:
         check = checks.get(parameter.name) or _find_check(parameter)
