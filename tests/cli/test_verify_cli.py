@@ -156,7 +156,7 @@ def slow(self, key, start, out):
     read(self, key, start, out)
 local.LocalStore.read = slow
 from holdfast.engine import checksums as sweep
-sweep.RangeSums.__init__.__kwdefaults__["block"] = 4096
+sweep.RangeSums.__init__.__kwdefaults__["block_nbytes"] = 4096
 sys.exit(main.main(["verify", sys.argv[1]]))
 """
 
