@@ -627,12 +627,14 @@ def find_leaves(
     leaves = Leaves(tensor_types, convert)
 
     def allow_characters(character_count: int, name_count: int) -> int:
-        # Names may have a multiple of the bytes that the state takes in memory. Every tensor takes
-        # some bytes, and for most states these justify the names.
+        """Return how many characters all names may have. The walk asks before it makes more names."""
+        # The limit is a multiple of the size of the state in memory, so that a small state cannot
+        # produce huge names. The number of names gives a lower bound of that size, which is enough
+        # for most states.
         allowed_count = FREE_CHARACTERS + NAME_CHARACTERS_A_BYTE * CHILD_NBYTES * name_count
         if character_count <= allowed_count:
             return allowed_count
-        # For the others, all containers are measured, which takes a walk through the state.
+        # The lower bound is not enough. Measure all containers, which takes a walk through the state.
         return _check_name_characters(character_count, _measure_state(state))
 
     leaves.find(state, WalkPolicy(max_depth, MAX_REPEATED_STEPS, allow_characters))

@@ -399,14 +399,15 @@ class _Search:
         return map(key_by_storage_index.__getitem__, storage_indices)
 
     def _build_storage_key(self, tensor: LazyTensor, storage: Storage) -> Hashable:
-        """Return a key for a storage of a tensor. Equal storages have equal keys."""
+        """Return a key for a storage of a tensor, to look its id up. Equal storages have equal keys."""
         file_identity = self._identify_file(tensor.source, storage.home, storage.key)
-        # A subclass may have to read the file to find its start, so its ranges are compared.
+        # To find the start of a subclass can take a read of the file. Its key has its ranges instead.
         if type(storage) is not Storage:
             return file_identity, type(storage), storage.ranges, storage.nbytes
         crc32 = storage.crc32
         if crc32 is None:
-            # A missing checksum is an integer in the columns of a table, whose keys must be equal.
+            # `_build_storage_keys` takes checksums from the columns of a table, which have `NO_CRC` in
+            # place of None. The same storage must have the same key here and there.
             crc32 = NO_CRC
         return file_identity, storage.start, storage.nbytes, crc32
 

@@ -456,8 +456,8 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         Raises:
             BadIndex: The index is out of bounds, or an array or a boolean.
         """
-        # A slice keeps the traits that say what the stored elements mean. It is no parameter, and
-        # has no attributes.
+        # A slice keeps the traits that decide what the stored elements mean. It drops the others: a
+        # slice of a parameter is not itself a parameter, and does not have its attributes.
         traits = self.traits
         if traits is not PLAIN_TRAITS:
             traits = Traits(conj=traits.conj, neg=traits.neg, meta=traits.meta)
@@ -474,9 +474,11 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
                 self.name, self.dtype, view.shape, (), self.source, traits, view_position
             )
 
-        # Each chunk has its own offset and strides, so only the shape and the picks of the view are
-        # used here. Any offset and strides can be passed.
-        view = resolve_index(self.shape, 0, self.shape, index)
+        # Each chunk has its own offset and strides, so only the shape and the picks of this view are
+        # used. Its offset and strides are meaningless, because it was made with wrong strides.
+        unused_strides = self.shape
+        view = resolve_index(self.shape, 0, unused_strides, index)
+        # `self.chunks` would build all deferred chunks. This reads what is stored.
         chunks: tuple[Chunk, ...] | DeferredChunks = _CHUNKS_FIELD.__get__(self)
         if not isinstance(chunks, tuple):
             # Only chunks that intersect the slice are built: a rank may need two of 8,000.

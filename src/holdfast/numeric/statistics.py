@@ -249,7 +249,7 @@ def compute_histogram(values: np.ndarray, moments: Moments, bins: int) -> Ints:
 
 
 def _add_to_bins(counts: Ints, numbers: Floats, weights: Ints | None, moments: Moments) -> None:
-    """Count finite numbers in the bins of a histogram. The numbers are overwritten.
+    """Add finite numbers to the counts of a histogram. The numbers are overwritten.
 
     Args:
         counts: The count of each bin, to which the numbers are added. All bins have the same width.
@@ -266,27 +266,30 @@ def _add_to_bins(counts: Ints, numbers: Floats, weights: Ints | None, moments: M
         counts[bins // 2] += numbers.size if weights is None else int(weights.sum())
         return
 
-    # The distance between two float64 can exceed float64.
+    # The difference of two float64 values can overflow.
     if not math.isfinite(high - low):
         numbers /= 2
         low /= 2
         high /= 2
-    # The position of a number, counted in bins. Its integer part is the index of the bin.
+    # The position of a number, counted in bins. Its integer part is the index of the bin. It is
+    # computed in place, because a copy of a block would not fit into the cache beside it.
     numbers -= low
     numbers /= high - low
     numbers *= bins
+    positions = numbers
 
     # The highest number lies at the end of the last bin. It gets a bin of its own, which is added
     # to the last one.
     bin_counts = np.zeros(bins + 1, np.int64)
     if weights is not None:
-        bin_indices = numbers.astype(np.intp)
+        bin_indices = positions.astype(np.intp)
         np.add.at(bin_counts, bin_indices, weights)
     elif bins <= MAX_PAIRED_BINS:
-        narrow_indices = numbers.astype(np.int32)
+        # Counting pairs is faster as long as the square of the bins fits into the cache.
+        narrow_indices = positions.astype(np.int32)
         bin_counts += _count_in_pairs(narrow_indices, bins + 1)
     else:
-        bin_indices = numbers.astype(np.intp)
+        bin_indices = positions.astype(np.intp)
         bin_counts += np.bincount(bin_indices, minlength=bins + 1)
     counts += bin_counts[:bins]
     counts[-1] += bin_counts[bins]

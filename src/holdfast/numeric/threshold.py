@@ -133,7 +133,7 @@ class SearchPass(Value, frozen=True):
         return np.asarray(keys[prefixes == self.prefix])
 
     def count_keys(self, keys: np.ndarray, width: int) -> Ints:
-        """Count the keys that begin with the prefix by their next bits.
+        """Count the keys that begin with the prefix, grouped by the bits that follow it.
 
         Args:
             keys: Some of the keys.
@@ -142,14 +142,16 @@ class SearchPass(Value, frozen=True):
         Returns:
             The histogram, with `bin_count` bins.
         """
-        bins = self.select_keys(keys, width)
-        unsigned = bins.dtype.type
+        leading_bits = self.select_keys(keys, width)
+        # Operands of this type keep the dtype unsigned. A Python integer could make it signed.
+        key_type = leading_bits.dtype.type
         if self.bin_shift:
-            bins = bins >> unsigned(self.bin_shift)
-        # Remove the prefix.
+            leading_bits = leading_bits >> key_type(self.bin_shift)
+        bin_indices = leading_bits
+        # The number of bins is a power of two, so this mask removes the prefix, if there is one.
         if self.prefix_shift < width:
-            bins = bins & unsigned(self.bin_count - 1)
-        return np.bincount(bins.astype(np.int64), minlength=self.bin_count)
+            bin_indices = leading_bits & key_type(self.bin_count - 1)
+        return np.bincount(bin_indices.astype(np.int64), minlength=self.bin_count)
 
 
 Search = Generator[SearchPass, np.ndarray, Threshold]

@@ -319,11 +319,11 @@ def remove_abandoned(
 def _remove_if_abandoned(
     location: TargetLocation, name: str, *, belongs_to_this_target: bool, include_set_aside: bool
 ) -> None:
-    """Remove one temporary if no live process holds its lock.
+    """Remove a temporary, or a folder that was set aside, if no live process holds its lock.
 
     Args:
         location: The target that is about to be saved.
-        name: The name of the temporary in the parent folder.
+        name: Its name in the parent folder.
         belongs_to_this_target: Whether it is a temporary of this target and not of another one.
         include_set_aside: Whether to remove it if it is a folder that was set aside: an old
             checkpoint that a save renamed to `.old` before it renamed the new one to the target.
@@ -517,8 +517,8 @@ def restore_set_aside(location: TargetLocation, names: Sequence[str]) -> bool:
         names: All names in its parent folder.
 
     Returns:
-        Whether exactly one folder was set aside for the target. If a live save holds it, that save
-        is between its two renames, and the folder stays as it is.
+        Whether exactly one folder was set aside for the target. It has the target's name now, or a
+        live save holds it and will give the name to the new or to the old folder.
     """
     set_aside_names = find_hidden_folders(location, names, suffix="old")
     if len(set_aside_names) != 1:
@@ -529,12 +529,15 @@ def restore_set_aside(location: TargetLocation, names: Sequence[str]) -> bool:
     dir_fd = location.dir_fd
     descriptor = files.open_directory(old_name, dir_fd=dir_fd)
     try:
-        if try_lock(files, descriptor):
-            # Nothing that another save has created at the target meanwhile may be replaced.
-            if not files.rename_new(old_name, location.name, dir_fd=dir_fd):
-                # rename(2), for systems without the first call, replaces at most an empty folder.
-                files.rename(old_name, location.name, dir_fd=dir_fd)
-            files.sync(dir_fd)
+        if not try_lock(files, descriptor):
+            # A live save is between its two renames.
+            return True
+        # Nothing that another save has created at the target meanwhile may be replaced.
+        if not files.rename_new(old_name, location.name, dir_fd=dir_fd):
+            # This system has no rename that refuses to replace. A plain rename(2) is still safe: it
+            # can replace an empty folder, and nothing else.
+            files.rename(old_name, location.name, dir_fd=dir_fd)
+        files.sync(dir_fd)
         return True
     finally:
         files.close(descriptor)

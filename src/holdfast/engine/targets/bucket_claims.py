@@ -250,9 +250,9 @@ class SharedObject(NamedTuple):
 def commit_with_claim(
     save: PrefixSave, shared: Sequence[SharedObject], commit: Callable[[], None]
 ) -> None:
-    """Publish a checkpoint that names objects of others, if nobody deletes them meanwhile.
+    """Publish a checkpoint that names objects of other checkpoints, if nobody deletes them meanwhile.
 
-    These are the steps of a save in the module's docstring. A crash before the commit leaves the
+    This implements the steps of a save that the module's docstring lists. A crash before the commit leaves the
     claim, which expires. A crash after it leaves the claim and the published checkpoint.
 
     Args:

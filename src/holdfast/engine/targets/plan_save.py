@@ -141,7 +141,7 @@ def hash_plan(plan: SavePlan) -> bytes:
 
 
 class Division(msgspec.Struct):
-    """How the files are divided. It is the same for all ranks, and the document of their task."""
+    """How the files are divided among the ranks. The first rank decides it and sends it to all."""
 
     can_cut: bool
     first_rank_files: list[int]

@@ -473,7 +473,8 @@ class RemoteStore(Store):
 
         Raises:
             Replaced: The object has another size or ETag than at its first answer.
-            Truncated, MetadataError: The object has another size than its index records.
+            Truncated: The object is smaller than its index records.
+            MetadataError: The object is larger than its index records.
         """
         new_version = ObjectVersion(remote_object.nbytes, remote_object.etag)
         with self._lock:
