@@ -321,6 +321,7 @@ def test_claims_of_the_dead(store: MemoryStore, monkeypatch: pytest.MonkeyPatch)
         run.save(4, state(4))
     assert "run/step-00000001" in {f"run/{key.partition('/')[0]}" for key in keys(store)}
     monkeypatch.setattr(claims, "CLAIM_LIFE_S", 0.0)
+    monkeypatch.setattr(claims, "CLAIM_REMOVAL_AGE_S", 0.0)
     obstore.put(store, f"run/{CLAIMS_FOLDER}/dead", b"nobody understands this")
     run.save(5, state(5))
     assert any("/" in name for name in run[5].files)
