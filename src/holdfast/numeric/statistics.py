@@ -272,7 +272,7 @@ def _add_to_bins(counts: Ints, numbers: Floats, weights: Ints | None, moments: M
         low /= 2
         high /= 2
     # The position of a number, counted in bins. Its integer part is the index of the bin. It is
-    # computed in place, because a copy of a block would not fit into the cache beside it.
+    # computed in place, without temporary arrays.
     numbers -= low
     numbers /= high - low
     numbers *= bins
@@ -285,7 +285,7 @@ def _add_to_bins(counts: Ints, numbers: Floats, weights: Ints | None, moments: M
         bin_indices = positions.astype(np.intp)
         np.add.at(bin_counts, bin_indices, weights)
     elif bins <= MAX_PAIRED_BINS:
-        # Counting pairs is faster as long as the square of the bins fits into the cache.
+        # The table of all pairs of bins is small enough (`MAX_PAIRED_BINS`).
         narrow_indices = positions.astype(np.int32)
         bin_counts += _count_in_pairs(narrow_indices, bins + 1)
     else:

@@ -143,7 +143,7 @@ class SearchPass(Value, frozen=True):
             The histogram, with `bin_count` bins.
         """
         leading_bits = self.select_keys(keys, width)
-        # Operands of this type keep the dtype unsigned. A Python integer could make it signed.
+        # Operands of the dtype of the keys give results of that dtype, whatever numpy's version.
         key_type = leading_bits.dtype.type
         if self.bin_shift:
             leading_bits = leading_bits >> key_type(self.bin_shift)

@@ -225,6 +225,22 @@ def test_how_much_may_be_inflated_is_a_limit():
         assert ckpt["w"][-3:].numpy().tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("surplus", [1, 5_000])
+def test_a_member_that_inflates_to_more_than_the_archive_states_is_refused(surplus):
+    member = saved(np.zeros(100_000, np.uint8))
+    with io.BytesIO() as file:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("w.npy", member + bytes(surplus))
+        raw = file.getvalue()
+    # The local header and the central directory state the size of the array alone.
+    actual_size = (len(member) + surplus).to_bytes(4, "little")
+    assert raw.count(actual_size) == 2
+    lying = raw.replace(actual_size, len(member).to_bytes(4, "little"))
+
+    with holdfast.open(lying) as ckpt, pytest.raises(errors.Corrupted, match="do not inflate to"):
+        ckpt["w"].numpy()
+
+
 def test_a_header_may_be_written_in_other_ways():
     usual = npy("'<f4'", "(2, 3)")
     other = npy(text="{'descr':'<f4','fortran_order':False,'shape':(2,3)}")
