@@ -277,9 +277,9 @@ def _parse_fields(text: str) -> dict[str, str]:
 
 
 def _unexpected_text(text: str, offset: int, expected: str) -> FormatError:
-    found = text[offset : offset + 20]
-    message = f"expected {expected} in the header, found {found!r}"
-    return HeaderError(message, expected=expected, found=found)
+    actual_text = text[offset : offset + 20]
+    message = f"expected {expected} in the header, found {actual_text!r}"
+    return HeaderError(message, expected=expected, found=actual_text)
 
 
 def _parse_shape(text: str) -> tuple[int, ...]:
